@@ -1,0 +1,124 @@
+"""`Platform`: the devices of one kind, and what they can do. One instance a process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from octavo.core.api.manifest import Reason
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from octavo.core.api.executor import WorkerFactory
+    from octavo.core.config import EngineConfig
+
+__all__ = [
+    "Array",
+    "ConfigChange",
+    "DeviceInfo",
+    "MemoryInfo",
+    "Platform",
+    "PlatformCapabilities",
+]
+
+Array: TypeAlias = Any
+"""Whatever the platform computes with: a torch tensor, a JAX array, … Opaque to core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlatformCapabilities:
+    """What the platform offers; everything defaults to off. Ask these, never the platform's name."""
+
+    dtypes: tuple[str, ...] = ("float32",)  # activation dtypes, best first: ``--dtype auto`` takes the first
+    streams: bool = False  # device work is queued: reading a result needs a synchronisation
+    pinned_memory: bool = False
+    async_scheduling: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceInfo:
+    """One device. ``total_bytes`` is its memory, or the host's where the device is the host."""
+
+    index: int
+    name: str
+    total_bytes: int
+    dtypes: tuple[str, ...]
+    uuid: str | None = None
+    arch: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryInfo:
+    """Bytes of the bound device: ``free_bytes`` that this process may still take, and the most it has held at once."""
+
+    free_bytes: int
+    total_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigChange:
+    """A change that a platform asks for; core applies and logs it. ``path`` is dotted: ``"cache.block_size"``."""
+
+    path: str
+    value: Any
+    reason: str
+
+
+class Platform(ABC):
+    """The devices of one kind. Core constructs it without arguments, then calls `bind` once in each worker."""
+
+    name: str
+    device_type: str  # a torch device type, or "none" for a platform with arrays of its own
+    capabilities: PlatformCapabilities
+
+    @abstractmethod
+    def devices(self) -> Sequence[DeviceInfo]:
+        """Every device, by index."""
+
+    @abstractmethod
+    def bind(self, index: int) -> None:
+        """Make device ``index`` this process's device. Raises `UsageError` when there is no such device."""
+
+    @abstractmethod
+    def memory(self) -> MemoryInfo:
+        """Memory of the bound device now."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Let ``memory().peak_bytes`` start again from what is held now."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give unused cached memory back to the device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait for the bound device to finish what was queued."""
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the bound device's default generator."""
+
+    @abstractmethod
+    def from_host(self, tensor: Tensor, *, non_blocking: bool = False) -> Array:
+        """A copy of a CPU tensor on the bound device (the tensor itself where the device is the host)."""
+
+    @abstractmethod
+    def to_host(self, array: Array) -> Tensor:
+        """A CPU tensor with the array's values; waits for them."""
+
+    def propose(self, config: EngineConfig) -> Sequence[ConfigChange]:
+        """Changes to fields that the operator left open. Never mutates ``config``."""
+        return ()
+
+    def reject(self, config: EngineConfig) -> Sequence[Reason]:
+        """Reasons why the final configuration can't run here; empty when it can."""
+        return ()
+
+    def worker_factory(self) -> WorkerFactory | None:
+        """A worker of the platform's own, or None for core's torch worker."""
+        return None

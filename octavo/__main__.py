@@ -1,0 +1,3 @@
+from octavo.core.cli.main import main
+
+raise SystemExit(main())

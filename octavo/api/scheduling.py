@@ -1,0 +1,2 @@
+from octavo.core.api.scheduling import *
+from octavo.core.api.scheduling import __all__ as __all__
