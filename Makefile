@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine (Python >= 3.11, a C++ compiler, make):
+#   make demo   a real model answers
+#   make test   linters, type checks, tests
+# `make prove` runs the longer proofs, `make certify` what takes longer still (not in CI).
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+# Tests run in parallel processes: one thread each keeps two cores from fighting over one another's work.
+WORKERS ?= 2
+# The seed of the proofs comes from the commit, so that CI can't fail by chance on a rerun.
+SEED := $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export OCTAVO_TEST_SEED := $(SEED)
+
+.PHONY: demo test lint types unit prove certify models env clean
+
+demo: models
+	$(BIN)/octavo generate --model smollm2 --prompt "What is the capital of France?" --temperature 0 --max-tokens 64
+
+env: $(VENV)/.ready
+
+# torch first and with plain pip: everything that depends on it then finds it there.
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt contrib/pyaccel/pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch numpy
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps -e contrib/pyaccel
+	touch $@
+
+models: env
+	$(BIN)/octavo models pull smollm2
+
+test: models lint types unit
+
+lint: env
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
+
+types: env
+	$(BIN)/mypy -p octavo
+
+unit: models
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not prove and not certify" \
+	  --cov=octavo.core --cov-report=term:skip-covered --cov-fail-under=90
+
+prove: models
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m prove -p no:cacheprovider
+
+certify: models
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m certify --long
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage
