@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from octavo.core.worker.sampler import Sampled, SamplingBatch
@@ -63,13 +63,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def silu_and_mul(x: Tensor) -> Tensor:
     """``x`` [n, 2d] → silu of the first half times the second, [n, d] (Shazeer 2020)."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return functional.silu(gate) * up
 
 
 def gelu_and_mul(x: Tensor) -> Tensor:
     """``x`` [n, 2d] → gelu (tanh approximation) of the first half times the second, [n, d]."""
     gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    return functional.gelu(gate, approximate="tanh") * up
 
 
 def gather_last(x: Tensor, rows: Tensor) -> Tensor:

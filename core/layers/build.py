@@ -114,7 +114,9 @@ class LayerBuilder:
             post_norm=None if post_norm is None else self.norm(f"{prefix}.{post_norm}", spec.hidden_size),
         )
 
-    def embedding_and_head(self, embedding: str, head: str, norm: str, *, soft_cap: float | None = None) -> tuple[Array, LmHead]:
+    def embedding_and_head(
+        self, embedding: str, head: str, norm: str, *, soft_cap: float | None = None
+    ) -> tuple[Array, LmHead]:
         """The token table [vocab, hidden] and the head; one array for both where they are tied and the head keeps a matrix."""
         spec = self.spec
         name = embedding if spec.tie_word_embeddings else head

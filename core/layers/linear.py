@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from octavo.core.api.errors import Unsupported
 from octavo.core.api.ops import LinearImpl, LinearWeight, ParallelContext, Prepared, WeightPart
@@ -37,24 +36,13 @@ class DenseLinear(LinearImpl):
 
     def prepare(self, weight: LinearWeight, parallel: ParallelContext, *, dtype: str) -> Tensor:
         """The matrix on the device. A lone dense part that has the dtype already is moved as it is, never copied here."""
-        from octavo.core.loading.dequantise import dequantise
+        from octavo.core.loading.dequantise import dequantise_weight
 
-        wanted = torch_dtype(dtype)
-        if len(weight.parts) == 1:
-            return self._to_device(dequantise(weight.parts[0], wanted))
-        matrix = torch.empty(weight.shape, dtype=wanted)
-        row = 0
-        for part in weight.parts:
-            matrix[row : row + part.shape[0]] = dequantise(part, wanted)
-            row += part.shape[0]
-        return self._to_device(matrix)
-
-    def _to_device(self, matrix: Tensor) -> Tensor:
-        moved: Tensor = self.platform.from_host(matrix)
-        return moved
+        matrix: Tensor = self.platform.from_host(dequantise_weight(weight, torch_dtype(dtype)))
+        return matrix
 
     def apply(self, x: Tensor, prepared: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, prepared, bias)
+        return functional.linear(x, prepared, bias)
 
 
 def shard_rows(weight: LinearWeight, parallel: ParallelContext) -> LinearWeight:
@@ -84,22 +72,20 @@ def _column_share(part: WeightPart, parallel: ParallelContext, name: str) -> Wei
     columns = _share(part.shape[1], parallel, f"inputs of {name}")
     width = part.data.shape[1]
     if part.format != "dense":
-        block_size, block_bytes = _quantised_block(part.format)
-        width = _share(width // block_bytes, parallel, f"{block_size}-weight blocks in a row of {name}") * block_bytes
+        from octavo.core.loading.gguf_types import READABLE
+
+        kind = READABLE[part.format]
+        blocks = _share(width // kind.block_bytes, parallel, f"blocks of {kind.block_elements} weights in a row of {name}")
+        width = blocks * kind.block_bytes
     else:
         width = columns
     start = width * parallel.rank
     return replace(part, data=part.data[:, start : start + width], shape=(part.shape[0], columns))
 
 
-def _quantised_block(format: str) -> tuple[int, int]:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    elements, size_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[format]]
-    return elements, size_bytes
-
-
 def _share(total: int, parallel: ParallelContext, what: str) -> int:
     if total % parallel.size:
-        raise Unsupported(f"{total} {what} can't be shared by {parallel.size} ranks", hint="use a number of ranks that divides it")
+        raise Unsupported(
+            f"{total} {what} can't be shared by {parallel.size} ranks", hint="use a number of ranks that divides it"
+        )
     return total // parallel.size

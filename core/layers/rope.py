@@ -47,7 +47,9 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     stretched = frequencies / rope.factor
     blended = (1 - kept) * stretched + kept * frequencies
-    return torch.where(turns < rope.low_freq_factor, stretched, torch.where(turns > rope.high_freq_factor, frequencies, blended))
+    return torch.where(
+        turns < rope.low_freq_factor, stretched, torch.where(turns > rope.high_freq_factor, frequencies, blended)
+    )
 
 
 def _yarn(rope: RopeSpec, periods: Tensor) -> tuple[Tensor, float]:
