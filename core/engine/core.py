@@ -1,0 +1,202 @@
+"""`EngineCore`: scheduler and executor, driven step by step. `Request` messages in, `StepOutput` messages out."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.api.errors import EngineError, OctavoError, UsageError
+from octavo.core.api.executor import Executor, ExecutorInfo, WorkerMethod
+from octavo.core.api.scheduling import FinishedRequest, FinishReason, Request, SchedulerStats, StepOutput, StepResult
+
+if TYPE_CHECKING:
+    from octavo.core.config import EngineConfig
+    from octavo.core.scheduling import Scheduler
+
+__all__ = ["EngineCore", "NoHooks", "start_core"]
+
+
+class NoHooks:
+    """No plugin listens."""
+
+    def call(self, name: str, **arguments: Any) -> list[Any]:
+        return []
+
+
+class EngineCore:
+    """One scheduler, one executor. Not thread-safe: one thread drives it.
+
+    Up to ``max_in_flight`` steps are with the executor at once; with more than one, a step is planned while another runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        executor: Executor,
+        info: ExecutorInfo,
+        max_in_flight: int = 1,
+        hooks: Any = None,
+    ) -> None:
+        self.config = config
+        self.info = info
+        self.startup_s = 0.0
+        self._scheduler = scheduler
+        self._executor = executor
+        self._max_in_flight = max_in_flight
+        self._hooks = hooks or NoHooks()
+        self._in_flight: deque[Future[StepResult]] = deque()
+        self._failure: OctavoError | None = None
+        self._stopped = False
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `UsageError` when it could never fit, `EngineError` when the engine has stopped."""
+        self._check_alive()
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> list[FinishedRequest]:
+        """End a request wherever it is; what ended. Nothing when it isn't known."""
+        return self._scheduler.abort(request_id)
+
+    def finish(self, request_id: str, index: int, *, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a completion from outside (a stop string). Nothing happens when it has ended already."""
+        self._scheduler.finish(request_id, index, reason=reason, stop_reason=stop_reason)
+
+    def has_unfinished(self) -> bool:
+        return self._scheduler.has_unfinished()
+
+    def has_work(self) -> bool:
+        """Whether steps are with the executor."""
+        return bool(self._in_flight)
+
+    def step(self) -> StepOutput | None:
+        """Submit what can run, wait for the oldest step and apply it. None when there was nothing to run.
+
+        Raises `EngineError` when a worker failed; the engine is then stopped.
+        """
+        self._check_alive()
+        started_s = time.perf_counter()
+        while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.schedule()) is not None:
+            self._in_flight.append(self._executor.execute(plan))
+        if not self._in_flight:
+            return None
+        failure = self._in_flight[0].exception()
+        future = self._in_flight.popleft()
+        if failure is not None:
+            self._fail(failure)
+        output = self._scheduler.update(future.result())
+        self._hooks.call("octavo_step_finished", stats=self._scheduler.stats(), step_s=time.perf_counter() - started_s)
+        return output
+
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
+
+    def metrics(self) -> Mapping[str, float]:
+        """The scheduler's figures, and those of plugins under ``plugin_name/key``."""
+        stats = self._scheduler.stats()
+        figures = {name: float(getattr(stats, name)) for name in stats.__struct_fields__}
+        for more in self._hooks.call("octavo_metrics"):
+            figures.update(more)
+        return figures
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False when requests still hold some."""
+        return self._scheduler.reset_prefix_cache()
+
+    def call(self, method: WorkerMethod, **arguments: Any) -> list[Any]:
+        """Ask every worker; answers by rank."""
+        self._check_alive()
+        return self._executor.call(method, **arguments)
+
+    def shutdown(self) -> None:
+        """Stop the workers. May be called more than once, and from another thread than the one that steps."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._executor.shutdown()
+        self._hooks.call("octavo_engine_stopped")
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the engine has stopped: {self._failure}")
+        if self._stopped:
+            raise EngineError("the engine has been shut down")
+
+    def _fail(self, failure: BaseException) -> None:
+        """Stop for good; raises the failure as a typed error."""
+        known = isinstance(failure, OctavoError)
+        error = failure if known else EngineError(f"a step failed: {type(failure).__name__}: {failure}")
+        assert isinstance(error, OctavoError)
+        self._failure = error
+        self._in_flight.clear()
+        self.shutdown()
+        raise error from (None if known else failure)
+
+
+def start_core(config: EngineConfig, *, hooks: Any = None) -> EngineCore:
+    """Start workers for a resolved configuration. Raises typed errors; nothing is left behind then."""
+    from octavo.core.discovery import installed
+
+    started_s = time.perf_counter()
+    hooks = hooks or NoHooks()
+    hooks.call("octavo_configure", config=config)
+    executor: Executor = installed().load("executor", config.plugins.executor)()
+    try:
+        info = executor.start(config)
+        core = _assemble(config, executor, info, hooks)
+    except BaseException:
+        executor.shutdown()
+        raise
+    core.startup_s = time.perf_counter() - started_s
+    about = {
+        "platform": config.plugins.platform,
+        "attention": info.attention,
+        "num_blocks": [group.num_blocks for group in info.kv],
+        "startup_s": core.startup_s,
+    }
+    hooks.call("octavo_engine_started", config=config, info=about)
+    return core
+
+
+def _assemble(config: EngineConfig, executor: Executor, info: ExecutorInfo, hooks: Any) -> EngineCore:
+    from octavo.core.discovery import installed
+    from octavo.core.kv_cache import KVCacheManager
+    from octavo.core.scheduling import Scheduler
+
+    registry = installed()
+    max_model_len = config.model.max_model_len
+    assert max_model_len is not None, "resolve() makes every choice explicit"
+    max_in_flight = _max_in_flight(config, info)
+    kv = KVCacheManager(
+        info.kv,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        prefix_hash=config.cache.prefix_hash,
+    )
+    proposer = config.scheduler.speculative
+    scheduler = Scheduler(
+        config.scheduler,
+        kv,
+        max_model_len=max_model_len,
+        policy=registry.load("scheduling_policy", config.scheduler.scheduling_policy)(),
+        proposer=None if proposer is None else registry.load("proposer", proposer)(),
+        max_in_flight=max_in_flight,
+    )
+    return EngineCore(
+        config=config, scheduler=scheduler, executor=executor, info=info, max_in_flight=max_in_flight, hooks=hooks
+    )
+
+
+def _max_in_flight(config: EngineConfig, info: ExecutorInfo) -> int:
+    wanted = config.scheduler.async_scheduling
+    if wanted and info.max_in_flight < 2:
+        raise UsageError(
+            f"executor {config.plugins.executor!r} runs one step at a time: it can't schedule asynchronously",
+            hint="leave async_scheduling out, or choose another executor",
+        )
+    return 1 if wanted is False else info.max_in_flight

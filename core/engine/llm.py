@@ -1,0 +1,193 @@
+"""`LLM`: a model in this process, driven synchronously."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from octavo.core.api.errors import EngineError, UsageError
+from octavo.core.api.sampling import SamplingParams
+from octavo.core.api.scheduling import Request
+from octavo.core.engine.front import Front, Message, config_from_options, open_front
+from octavo.core.engine.output import RequestState
+from octavo.core.engine.outputs import RequestOutput
+from octavo.core.engine.progress import progress
+from octavo.core.engine.requests import Prompt, prompt_list, sampling_list
+
+if TYPE_CHECKING:
+    from octavo.core.config import EngineConfig
+    from octavo.core.loading.tokenizer import Tokenizer
+
+__all__ = ["LLM"]
+
+
+class LLM:
+    """A model, ready to generate. Close it, or use it as a context manager, to give its memory back.
+
+    >>> with LLM("smollm2", max_model_len=2048) as llm:
+    ...     outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        platform: str | None = None,
+        attention_backend: str | Mapping[str, str] | None = None,
+        dtype: str | None = None,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float | None = None,
+        kv_cache_memory_bytes: int | str | None = None,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        block_size: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Every field of `EngineConfig` is a keyword; None leaves the default. Raises typed errors."""
+        named = {
+            "model": model,
+            "platform": platform,
+            "attention_backend": attention_backend,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+            "enable_prefix_caching": enable_prefix_caching,
+            "seed": seed,
+        }
+        self._start(config_from_options({**named, **options}))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self._ids = itertools.count()
+        self.front: Front = open_front(config)
+        _OPEN.add(self)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration with every choice made explicit."""
+        return self.front.config
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt] | Sequence[int] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs in the prompts' order. No chat template is applied.
+
+        ``sampling_params`` None takes the model's own defaults. ``use_tqdm`` shows a progress bar on a terminal's stderr.
+        Raises `UsageError` before anything runs when one of the prompts or parameters is wrong, `EngineError` when the engine
+        fails.
+        """
+        many = prompt_list(prompts)
+        params = sampling_list(sampling_params, len(many), self.get_default_sampling_params())
+        priorities = _priorities(priority, len(many))
+        made = [
+            self.front.maker.make(prompt, one, str(next(self._ids)), priority=rank)
+            for prompt, one, rank in zip(many, params, priorities, strict=True)
+        ]
+        return self._run(made, show=use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several, through the model's chat template."""
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        extra = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        prompts = [self.front.chat_prompt(conversation, **extra) for conversation in conversations]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.front.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """`SamplingParams` as the model's generation_config recommends."""
+        return self.front.default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached prefix; False when requests still hold some."""
+        return self.front.core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Stop the workers and give their memory back. May be called more than once."""
+        self.front.core.shutdown()
+        _OPEN.discard(self)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _run(self, made: Sequence[tuple[Request, str | None]], *, show: bool) -> list[RequestOutput]:
+        """Run requests to their end. Whatever goes wrong, Ctrl-C included, none of them is left in the engine."""
+        core, processor = self.front.core, self.front.processor
+        states: list[RequestState] = []
+        try:
+            with progress("Generating", len(made), show=show) as advance:
+                for request, text in made:
+                    core.add(request)
+                    states.append(processor.add(request, text))
+                while processor.requests:
+                    advance(self._step())
+        except BaseException:
+            for state in states:
+                if not state.finished:
+                    core.abort(state.request_id)
+                    processor.abort(state.request_id)
+            raise
+        return [state.output() for state in states]
+
+    def _step(self) -> int:
+        """One step; the number of requests that finished in it."""
+        core, processor = self.front.core, self.front.processor
+        output = core.step()
+        if output is None:
+            raise EngineError("requests are waiting, but the scheduler finds none that can run")
+        processed = processor.process(output)
+        for stop in processed.stops:
+            core.finish(stop.request_id, stop.index, reason="stop", stop_reason=stop.stop_reason)
+        for state in processed.updated:
+            if state.error is not None:
+                raise state.error
+        return sum(state.finished for state in processed.updated)
+
+
+def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
+    if priority is None:
+        return [0] * num_prompts
+    if len(priority) != num_prompts:
+        raise UsageError(f"{len(priority)} priorities for {num_prompts} prompts")
+    return priority
+
+
+_OPEN: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for llm in list(_OPEN):
+        llm.close()
