@@ -71,8 +71,13 @@ def install(
     """
     global _installed
     before = _installed or Settings.from_environment()
-    given = {"name": name, "devices": devices, "memory_bytes": memory_bytes, "strict": strict, "reserve_bytes": reserve_bytes}
-    settings = dataclasses.replace(before, **{key: value for key, value in given.items() if value is not None})
+    settings = Settings(
+        name=before.name if name is None else name,
+        devices=before.devices if devices is None else devices,
+        memory_bytes=before.memory_bytes if memory_bytes is None else memory_bytes,
+        strict=before.strict if strict is None else strict,
+        reserve_bytes=before.reserve_bytes if reserve_bytes is None else reserve_bytes,
+    )
     if _installed is None:
         from pyaccel.registration import register
 

@@ -37,6 +37,7 @@ __all__ = [
     "memory_allocated",
     "memory_reserved",
     "memory_stats",
+    "reads_are_errors",
     "reset_peak_memory_stats",
     "seed",
     "set_device",
@@ -71,7 +72,8 @@ def _index(device: Device) -> int:
     return current_device() if index is None else index
 
 
-def _reads_are_errors() -> bool:
+def reads_are_errors() -> bool:
+    """Whether this thread may not read device values now."""
     knobs = torch.ops.pyaccel
     return bool(knobs.strictness() > 0 and not knobs.planned())
 

@@ -6,8 +6,9 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-import pyaccel.device_module
+from pyaccel import device_module
 from pyaccel.build import library
 
 __all__ = ["register"]
@@ -19,27 +20,32 @@ def register(name: str) -> None:
     if taken != "privateuseone":
         raise RuntimeError(f"another device, {taken!r}, has the one slot that torch has for devices from outside")
     path = library()
-    torch.utils.rename_privateuse1_backend(name)
-    torch.ops.load_library(path)
-    torch._register_device_module(name, pyaccel.device_module)
-    sys.modules[f"torch.{name}"] = pyaccel.device_module
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    rename_privateuse1_backend(name)
+    torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+    torch._register_device_module(name, device_module)  # type: ignore[no-untyped-call]
+    sys.modules[f"torch.{name}"] = device_module
+    generate_methods_for_privateuse1_backend(for_storage=True)
     _watch_reads_in_python()
 
 
 def _watch_reads_in_python() -> None:
     """``tolist`` copies by itself, unseen by the library; a ``repr`` shall not, while reads are errors."""
-    tolist, to_text = torch.Tensor.tolist, torch.Tensor.__repr__
+    tolist = torch.Tensor.tolist
+    to_text: Any = torch.Tensor.__repr__
+
+    def is_refused(tensor: torch.Tensor) -> bool:
+        mine = tensor.device.type == torch._C._get_privateuse1_backend_name()
+        return mine and device_module.reads_are_errors()
 
     def checked_tolist(self: torch.Tensor) -> Any:
-        if self.device.type == torch._C._get_privateuse1_backend_name() and pyaccel.device_module._reads_are_errors():
+        if is_refused(self):
             raise RuntimeError(f".tolist() makes the host wait for {self.device}, which strict mode forbids")
         return tolist(self)
 
     def checked_repr(self: torch.Tensor, *, tensor_contents: str | None = None) -> str:
-        if self.device.type == torch._C._get_privateuse1_backend_name() and pyaccel.device_module._reads_are_errors():
+        if is_refused(self):
             return f"tensor(<{list(self.shape)} not read: strict mode>, device='{self.device}', dtype={self.dtype})"
-        return to_text(self, tensor_contents=tensor_contents)
+        return str(to_text(self, tensor_contents=tensor_contents))
 
     torch.Tensor.tolist = checked_tolist  # type: ignore[method-assign, assignment]
     torch.Tensor.__repr__ = checked_repr  # type: ignore[method-assign, assignment]

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 __all__ = ["Settings", "Strictness", "cache_folder"]
 
 Strictness: TypeAlias = Literal[False, True, "copies"]
-"""False: reads that make the host wait are counted. True: they are errors. "copies": so are copies to the host outside `planned`."""
+"""False: reads that make the host wait are counted. True: they are errors. "copies": so are unplanned copies to the host."""
 
 _STRICT_WORDS: dict[str, Strictness] = {"0": False, "1": True, "copies": "copies"}
 
