@@ -138,7 +138,10 @@ class Numerics:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionManifest:
-    """``[attention.NAME]``: what the backend declares; conformance holds it to exactly this."""
+    """``[attention.NAME]``: what the backend declares; conformance holds it to exactly this.
+
+    ``platforms`` names platforms; ``"*"`` stands for every platform whose arrays are torch tensors.
+    """
 
     name: str
     platforms: tuple[str, ...]
@@ -155,6 +158,7 @@ class AttentionManifest:
     numerics: Numerics = Numerics()
     excepts: tuple[Restriction, ...] = ()
     withheld: tuple[Restriction, ...] = ()
+    api: tuple[int, int] = (1, 0)  # of its [plugin]: a request field that is newer is refused
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    given: frozenset[str] = field(default=frozenset(), compare=False)  # options that the operator named, defaults or not
 
     @classmethod
     def options(cls) -> Iterator[tuple[str, DataclassField[Any]]]:
@@ -39,7 +40,8 @@ class EngineConfig:
 
                 raise UsageError(f"unknown option {name!r}" + nearest(name, homes))
             parts[homes[name]][name] = value
-        config = cls(**{part: _PARTS[part](**values) for part, values in parts.items()})
+        made = {part: _PARTS[part](**values) for part, values in parts.items()}
+        config = cls(**made, given=frozenset(options))
         from octavo.core.config.validate import validate
 
         return validate(config)

@@ -1,0 +1,81 @@
+"""Runs probes. This file is the helper process itself: run by its path, it imports nothing of Octavo.
+
+Input, one JSON document on stdin: ``{"path": sys.path, "result_fd": int, "probes": {key: "module:function"}}``. Each probe runs
+in a thread of its own; its answer is one JSON line on ``result_fd``, written at once, so that a probe that kills the process
+takes no other's answer with it. ``{"key", "started": true}`` comes first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, is_dataclass
+from functools import reduce
+from importlib import import_module
+from typing import Any
+
+
+class _TorchWatch:
+    """A finder that finds nothing and notes which threads import torch."""
+
+    def __init__(self) -> None:
+        self.threads: set[int] = set()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == "torch":
+            self.threads.add(threading.get_ident())
+
+
+def _resolve(target: str) -> Any:
+    module, _, attributes = target.partition(":")
+    found: Any = import_module(module)
+    return reduce(getattr, attributes.split("."), found)
+
+
+def _run(key: str, target: str, write: Any, watch: _TorchWatch) -> None:
+    write({"key": key, "started": True})
+    begin = time.monotonic()
+    answer: dict[str, Any] = {"key": key}
+    try:
+        result = _resolve(target)()
+        if not is_dataclass(result) or not hasattr(result, "devices"):
+            raise TypeError(f"the probe returned {result!r}, not a ProbeResult")
+        answer["result"] = asdict(result)  # type: ignore[arg-type]
+        json.dumps(answer)
+    except BaseException as error:  # noqa: BLE001 - whatever a vendor's code does ends here; the parent reports it
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        answer = {"key": key, "error": f"{type(cause).__name__}: {cause}", "traceback": traceback.format_exc()}
+    answer["torch"] = threading.get_ident() in watch.threads
+    answer["seconds"] = time.monotonic() - begin
+    write(answer)
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    sys.path[:] = job["path"]
+    lock = threading.Lock()
+
+    def write(answer: dict[str, Any]) -> None:
+        with lock:
+            os.write(job["result_fd"], json.dumps(answer).encode() + b"\n")
+
+    watch = _TorchWatch()
+    sys.meta_path.insert(0, watch)
+    threads = [
+        threading.Thread(target=_run, args=(key, target, write, watch), daemon=True) for key, target in job["probes"].items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0)  # no teardown: what a probe left behind (threads, exit handlers) doesn't run
+
+
+if __name__ == "__main__":
+    main()

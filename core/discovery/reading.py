@@ -1,0 +1,154 @@
+"""Entry points and manifests → `PluginEntry` list. No plugin is imported."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from octavo.core.api import API_VERSION
+from octavo.core.api.errors import ManifestError
+from octavo.core.api.manifest import ENTRY_POINT_GROUPS, PluginKind, PluginManifest
+from octavo.core.discovery.locate import find_manifest, find_package
+from octavo.core.discovery.manifest import FILE_NAME, read_manifest
+from octavo.core.discovery.registry import PluginEntry
+from octavo.core.discovery.requirements import unmet
+from octavo.core.discovery.values import TARGET
+
+_OWN_DISTRIBUTION = "octavo"
+_GATED = ("torch", "octavo")  # of a distribution's own requirements, those whose conflict breaks the import itself
+
+
+def read_entries() -> Sequence[PluginEntry]:
+    """Every plugin of every installed distribution, with what can be said without importing or probing it."""
+    import importlib_metadata
+
+    kinds = {group: kind for kind, group in ENTRY_POINT_GROUPS.items()}
+    reader = _Reader()
+    for point in importlib_metadata.entry_points():
+        if point.group in kinds:
+            reader.add(kinds[point.group], point)
+    entries = [*reader.entries, *reader.without_entry_point()]
+    _mark_rivals(entries)
+    return sorted(entries, key=lambda entry: (list(ENTRY_POINT_GROUPS).index(entry.kind), entry.name, entry.distribution))
+
+
+class _Reader:
+    """Collects entries; reads each manifest and each distribution's metadata once."""
+
+    def __init__(self) -> None:
+        self.entries: list[PluginEntry] = []
+        self._manifests: dict[Path, PluginManifest | str] = {}
+        self._origins: dict[Path, tuple[str, str]] = {}
+        self._conflicts: dict[str, tuple[str, ...]] = {}
+
+    def add(self, kind: PluginKind, point: Any) -> None:
+        name, version = point.dist.name, point.dist.version
+        entry = PluginEntry(name=point.name, kind=kind, distribution=name, version=version, target=point.value)
+        self.entries.append(entry)
+        reason = self._describe(entry) or self._conflict(entry, point.dist)
+        if reason:
+            entry.state, entry.reason = "incompatible", reason
+        elif not entry.probe_target and (entry.table.requires or name == _OWN_DISTRIBUTION):
+            entry.state = "available"  # nothing more will be asked; without requirements it stays "found": nothing was checked
+
+    def _describe(self, entry: PluginEntry) -> str:
+        """Fill in manifest and table; why that isn't possible."""
+        if not re.match(TARGET, entry.target):
+            return f"its entry point's value {entry.target!r} isn't module:attribute"
+        module = entry.target.partition(":")[0]
+        path = find_manifest(module)
+        if path is None:
+            what = f"no {FILE_NAME} beside or above {module}" if find_package(module) else f"package {module!r} isn't there"
+            return f"{what}; reinstall {entry.distribution}"
+        manifest = self._manifest(path)
+        if isinstance(manifest, str):
+            return manifest
+        self._origins.setdefault(path, (entry.distribution, entry.version))
+        entry.manifest = manifest
+        entry.table = tables(manifest, entry.kind).get(entry.name)
+        if entry.table is None:
+            return f"{path} has no [{entry.kind}.{entry.name}]; its key and the entry point's name must be equal"
+        return _api_conflict(manifest.api)
+
+    def _manifest(self, path: Path) -> PluginManifest | str:
+        if path not in self._manifests:
+            try:
+                self._manifests[path] = read_manifest(path)
+            except ManifestError as error:
+                self._manifests[path] = str(error)
+        return self._manifests[path]
+
+    def _conflict(self, entry: PluginEntry, distribution: Any) -> str:
+        """Requirements that aren't met: the table's, and the distribution's own on torch and Octavo."""
+        if entry.distribution not in self._conflicts:
+            own = entry.distribution != _OWN_DISTRIBUTION
+            requires = [text for text in distribution.requires or () if own and _project(text) in _GATED]
+            self._conflicts[entry.distribution] = unmet(requires)
+        return "; ".join((*unmet(entry.table.requires), *self._conflicts[entry.distribution]))
+
+    def without_entry_point(self) -> Iterable[PluginEntry]:
+        """Tables that no entry point leads to."""
+        reached = {(id(entry.manifest), entry.kind, entry.name) for entry in self.entries}
+        for path, manifest in self._manifests.items():
+            if isinstance(manifest, str):
+                continue
+            distribution, version = self._origins[path]
+            for kind, group in ENTRY_POINT_GROUPS.items():
+                for name, table in tables(manifest, kind).items():
+                    if (id(manifest), kind, name) not in reached:
+                        yield PluginEntry(
+                            name=name,
+                            kind=kind,
+                            distribution=distribution,
+                            version=version,
+                            target="",
+                            state="incompatible",
+                            reason=f"{path} has [{kind}.{name}], but {distribution} has no entry point {name!r} in {group}",
+                            table=table,
+                            manifest=manifest,
+                        )
+
+
+def tables(manifest: PluginManifest, kind: PluginKind) -> Mapping[str, Any]:
+    """The manifest's tables of one kind, by name."""
+    known: Mapping[str, Mapping[str, Any]] = {
+        "platform": manifest.platforms,
+        "attention": manifest.attention,
+        "ops": manifest.ops,
+        "model": manifest.models,
+    }
+    return known[kind] if kind in known else manifest.others.get(kind, {})
+
+
+def _project(requirement: str) -> str:
+    found = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
+    return re.sub(r"[-_.]+", "-", found[0]).lower() if found else ""
+
+
+def _api_conflict(api: tuple[int, int]) -> str:
+    wanted, ours = ".".join(map(str, api)), ".".join(map(str, API_VERSION))
+    if api[0] != API_VERSION[0]:
+        return f"needs octavo.api {wanted}; this Octavo has {ours}, another major version"
+    if api[1] > API_VERSION[1]:
+        return f"needs octavo.api {wanted}; this Octavo has {ours}: upgrade octavo"
+    return ""
+
+
+def _mark_rivals(entries: Sequence[PluginEntry]) -> None:
+    """Two distributions with one name: neither is usable, and both say so."""
+    claims: dict[tuple[str, str], list[PluginEntry]] = defaultdict(list)
+    for entry in entries:
+        claims[entry.kind, entry.name].append(entry)
+        if entry.manifest is not None:
+            claims["plugin", entry.manifest.name].append(entry)
+    for (what, name), group in claims.items():
+        rivals = sorted({entry.origin for entry in group})
+        if len({entry.distribution for entry in group}) < 2:
+            continue
+        for entry in group:
+            label = "plugin name" if what == "plugin" else what.replace("_", " ")
+            entry.state, entry.rivals = "incompatible", rivals
+            entry.reason = f"the {label} {name!r} is claimed by {' and '.join(rivals)}; uninstall all but one"
