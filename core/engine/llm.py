@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from octavo.core.api.errors import EngineError, UsageError
 from octavo.core.api.sampling import SamplingParams
 from octavo.core.api.scheduling import Request
 from octavo.core.engine.front import Front, Message, config_from_options, open_front
+from octavo.core.engine.interrupt import interrupt_deferred
 from octavo.core.engine.output import RequestState
 from octavo.core.engine.outputs import RequestOutput
 from octavo.core.engine.progress import progress
@@ -120,6 +122,15 @@ class LLM:
         prompts = [self.front.chat_prompt(conversation, **extra) for conversation in conversations]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """One request's output as it grows: each item holds everything so far. Leaving the iterator aborts the request."""
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        request, text = self.front.maker.make(prompt, params, str(next(self._ids)))
+        with self._running([(request, text)]) as (state,):
+            while not state.finished:
+                self._step()
+                yield state.output()
+
     def get_tokenizer(self) -> Tokenizer:
         return self.front.tokenizer
 
@@ -143,33 +154,37 @@ class LLM:
         self.close()
 
     def _run(self, made: Sequence[tuple[Request, str | None]], *, show: bool) -> list[RequestOutput]:
-        """Run requests to their end. Whatever goes wrong, Ctrl-C included, none of them is left in the engine."""
+        with progress("Generating", len(made), show=show) as advance, self._running(made) as states:
+            while not all(state.finished for state in states):
+                advance(self._step())
+        return [state.output() for state in states]
+
+    @contextmanager
+    def _running(self, made: Sequence[tuple[Request, str | None]]) -> Iterator[Sequence[RequestState]]:
+        """Requests in the engine; what hasn't finished at the end is aborted."""
         core, processor = self.front.core, self.front.processor
         states: list[RequestState] = []
         try:
-            with progress("Generating", len(made), show=show) as advance:
-                for request, text in made:
-                    core.add(request)
-                    states.append(processor.add(request, text))
-                while processor.requests:
-                    advance(self._step())
-        except BaseException:
+            for request, text in made:
+                core.add(request)
+                states.append(processor.add(request, text))
+            yield states
+        finally:
             for state in states:
                 if not state.finished:
                     core.abort(state.request_id)
                     processor.abort(state.request_id)
-            raise
-        return [state.output() for state in states]
 
     def _step(self) -> int:
         """One step; the number of requests that finished in it."""
         core, processor = self.front.core, self.front.processor
-        output = core.step()
-        if output is None:
-            raise EngineError("requests are waiting, but the scheduler finds none that can run")
-        processed = processor.process(output)
-        for stop in processed.stops:
-            core.finish(stop.request_id, stop.index, reason="stop", stop_reason=stop.stop_reason)
+        with interrupt_deferred():
+            output = core.step()
+            if output is None:
+                raise EngineError("requests are waiting, but the scheduler finds none that can run")
+            processed = processor.process(output)
+            for stop in processed.stops:
+                core.finish(stop.request_id, stop.index, reason="stop", stop_reason=stop.stop_reason)
         for state in processed.updated:
             if state.error is not None:
                 raise state.error

@@ -17,7 +17,8 @@ from octavo.core.engine.stopping import StopStrings
 __all__ = ["OutputProcessor", "Processed", "RequestState", "Stop"]
 
 
-class Stop(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stop:
     """A completion that ended at a stop string: the scheduler doesn't know yet."""
 
     request_id: str
@@ -171,11 +172,10 @@ class OutputProcessor:
             if self._push(completion, tokens, logprobs, ends.get((request.request_id, completion.index))):
                 stops.append(Stop(request.request_id, completion.index, str(completion.stop_reason)))
         for end in output.finished:
-            if request := self._finish(end):
-                updated[request.request_id] = request
-        ended = {(end.request_id, end.index) for end in output.finished}
+            if (ended := self._finish(end)) is not None:
+                updated[ended.request_id] = ended
         self._forget(updated.values(), now_s)
-        return Processed(tuple(updated.values()), [stop for stop in stops if stop[:2] not in ended])
+        return Processed(tuple(updated.values()), [stop for stop in stops if (stop.request_id, stop.index) not in ends])
 
     def abort(self, request_id: str) -> None:
         """End every open completion of a request with reason "abort"; nothing when it isn't known (any more)."""

@@ -38,7 +38,7 @@ _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 class _Parts(NamedTuple):
     text: str | None
-    token_ids: Sequence[int] | None
+    token_ids: Sequence[int] | np.ndarray[Any, Any] | None
     cache_salt: str | None
 
 
@@ -95,7 +95,7 @@ class RequestMaker:
             )
         return room
 
-    def _checked_ids(self, ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.int32]]:
+    def _checked_ids(self, ids: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
         array = np.asarray(ids)
         if array.size == 0:
             return np.empty(0, np.int32)
@@ -161,7 +161,7 @@ def _is_id(value: Any) -> bool:
 
 def _parts(prompt: Prompt) -> _Parts:
     if isinstance(prompt, str):
-        return _Parts(_checked_text(prompt), None, None)
+        return _Parts(prompt, None, None)
     if not isinstance(prompt, Mapping):
         raise UsageError(f"a prompt must be text or a mapping, not {type(prompt).__name__}")
     for key in prompt:
@@ -176,12 +176,4 @@ def _parts(prompt: Prompt) -> _Parts:
         raise UsageError(f'"cache_salt" must be text, not {type(salt).__name__}')
     if token_ids is not None and (isinstance(token_ids, str) or not isinstance(token_ids, (Sequence, np.ndarray))):
         raise UsageError(f'"prompt_token_ids" must be a list of token ids, not {type(token_ids).__name__}')
-    return _Parts(None if text is None else _checked_text(text), token_ids, salt)
-
-
-def _checked_text(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the prompt isn't valid Unicode text (a lone surrogate at character {error.start})") from error
-    return text
+    return _Parts(text, token_ids, salt)
