@@ -21,7 +21,7 @@ from octavo.api.attention import AttentionGroup, AttentionSpec, GroupBatch, Host
 from octavo.api.kv_cache import NULL_BLOCK
 from octavo.api.manifest import Numerics
 from octavo.api.platform import Platform
-from octavo.conformance.baseline import EXACT, baseline_attention
+from octavo.conformance.baseline import EXACT, baseline_attentions
 from octavo.conformance.dtypes import TORCH_DTYPES, poison_value
 from octavo.conformance.oracle import AttentionInput, Expected, expected_attention, visible_keys
 
@@ -67,8 +67,8 @@ class Case:
     def expected(self) -> Expected:
         return expected_attention(self.spec, self.inputs, self.params)
 
-    def baseline(self, numerics: Numerics = EXACT) -> Tensor:
-        return baseline_attention(self.spec, self.inputs, self.params, numerics)
+    def baselines(self, numerics: Numerics = EXACT) -> tuple[Tensor, ...]:
+        return baseline_attentions(self.spec, self.inputs, self.params, numerics)
 
     def group(self) -> AttentionGroup:
         return AttentionGroup(

@@ -17,7 +17,7 @@ from octavo.conformance.cases import Case
 from octavo.conformance.dtypes import TORCH_DTYPES
 from octavo.conformance.tolerance import Deviation, check, check_lse
 
-__all__ = ["BackendRun", "compare", "run_backend"]
+__all__ = ["BackendRun", "compare", "run_backend", "same_bits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def run_backend(
 
 def compare(run: BackendRun, case: Case, numerics: Numerics = EXACT) -> list[Deviation]:
     """The deviations of a run from the oracle: out, and lse where it was asked for."""
-    deviations = [check(run.out, case.expected, case.baseline(numerics), case.spec, numerics)]
+    deviations = [check(run.out, case.expected, case.baselines(numerics), case.spec, numerics)]
     if run.lse is not None:
         deviations.append(check_lse(run.lse, case.expected, case.spec, numerics))
     return deviations

@@ -14,6 +14,7 @@ The first catches a wrong element; the second a kernel that is a little off ever
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,15 +65,17 @@ class Deviation:
         )
 
 
-def check(got: Tensor, want: Expected, baseline: Tensor, spec: AttentionSpec, numerics: Numerics = EXACT) -> Deviation:
+def check(
+    got: Tensor, want: Expected, baselines: Sequence[Tensor], spec: AttentionSpec, numerics: Numerics = EXACT
+) -> Deviation:
     """Compare a host tensor ``got`` [num_tokens, num_heads, head_dim_v] of the spec's dtype with the oracle.
 
-    ``baseline`` is `octavo.conformance.baseline.baseline_attention` of the same inputs and numerics.
+    ``baselines`` are `octavo.conformance.baseline.baseline_attentions` of the same inputs and numerics; the worse one counts.
     """
     problem = _shape_problem(got, want.out) or _dtype_problem(got, spec.dtype)
     if problem:
         return _incomparable("out", problem)
-    baseline_rms = _rms(baseline.double().numpy() - want.out)
+    baseline_rms = max(_rms(baseline.double().numpy() - want.out) for baseline in baselines)
     limit = max(2 * baseline_rms, unit_roundoff(spec.dtype) * _rms(want.out))
     return _compare("out", got.double().numpy(), want.out, element_bound(want, spec, numerics), limit)
 
