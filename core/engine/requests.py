@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypeAlias, TypedDict
 
-import msgspec
 import numpy as np
 
 from octavo.core.api.errors import UsageError
@@ -142,11 +141,6 @@ def sampling_list(
     if len(params) != num_prompts:
         raise UsageError(f"{len(params)} sampling_params for {num_prompts} prompts; give one, or one a prompt")
     return list(params)
-
-
-def with_values(params: SamplingParams, **values: Any) -> SamplingParams:
-    """A checked copy of ``params`` with the values that aren't None."""
-    return msgspec.structs.replace(params, **{name: value for name, value in values.items() if value is not None})
 
 
 def _from_ids(prompt: Any) -> Prompt:
