@@ -1,0 +1,37 @@
+"""`GenerationDefaults`: what a model's files recommend for sampling, and where it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.core.loading.fields import Fields
+
+__all__ = ["GenerationDefaults", "generation_defaults"]
+
+_MAX_EOS_IDS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """None where the files are silent."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def generation_defaults(values: Mapping[str, Any], *, fallback_eos: Any, where: str) -> GenerationDefaults:
+    """From a generation_config.json's ``values``; ``fallback_eos`` (an id, a list or None) is the config.json's. Raises `BrokenModel`."""
+    fields = Fields(values, where)
+    numbers = {key: fields.number(key) for key in ("temperature", "top_p", "min_p", "repetition_penalty") if fields.has(key)}
+    eos = values.get("eos_token_id", fallback_eos)
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if len(ids) > _MAX_EOS_IDS or not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+        fields.broken(f"'eos_token_id' must be a token id or a list of them, not {str(eos)[:60]}")
+    top_k = fields.integer("top_k", least=0) if fields.has("top_k") else None
+    return GenerationDefaults(eos_token_ids=tuple(dict.fromkeys(ids)), top_k=top_k, **numbers)
