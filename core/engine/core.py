@@ -177,6 +177,7 @@ def _assemble(config: EngineConfig, executor: Executor, info: ExecutorInfo, hook
         max_model_len=max_model_len,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         prefix_hash=config.cache.prefix_hash,
+        managers={name: registry.load("kv_manager", name) for group in info.kv if (name := group.manager) is not None},
     )
     proposer = config.scheduler.speculative
     scheduler = Scheduler(
