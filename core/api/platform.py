@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -110,6 +110,15 @@ class Platform(ABC):
     @abstractmethod
     def to_host(self, array: Array) -> Tensor:
         """A CPU tensor with the array's values; waits for them."""
+
+    def fetch(self, array: Array) -> Callable[[], Tensor]:
+        """Start copying ``array`` to the host; calling the result waits for it, on any thread.
+
+        Default: copies at once. A platform with streams queues the copy behind the work submitted so far and waits for that
+        alone, so that a later step can be launched before this one's result is read.
+        """
+        tensor = self.to_host(array)
+        return lambda: tensor
 
     def propose(self, config: EngineConfig) -> Sequence[ConfigChange]:
         """Changes to fields that the operator left open. Never mutates ``config``."""

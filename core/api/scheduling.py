@@ -130,10 +130,11 @@ class StepResult(msgspec.Struct, kw_only=True):
     num_accepted: IntArray | None = None  # [num_reqs] int32 drafts accepted; None = no drafts in this step
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # rows with prompt positions computed in this step, in order
+    failed: dict[int, str] = {}  # row → why it has no token (its logits were NaN, …): the request ends with reason "error"
 
 
 class StartedRequest(msgspec.Struct, kw_only=True):
-    """A completion got a slot for the first time."""
+    """A completion got a slot: for the first time, or again (then perhaps another one) after it had been preempted."""
 
     slot: int
     request_id: str

@@ -1,0 +1,98 @@
+"""`GroupCaches`: one attention group at run time: its backend, its layers' caches, its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.core.api.attention import (
+    AttentionBackend,
+    AttentionGroup,
+    AttentionResult,
+    GroupBatch,
+    Int32Array,
+    KVBuffers,
+    LayerParams,
+    Plan,
+)
+from octavo.core.api.errors import OctavoError, Unsupported
+from octavo.core.api.platform import Array
+from octavo.core.layers.context import LayerCache
+
+__all__ = ["GroupCaches"]
+
+
+class GroupCaches:
+    """The layers of one group with their caches. ``runs`` tells, by layer, which backend really ran it."""
+
+    def __init__(self, group: AttentionGroup, backend: AttentionBackend, params: Sequence[LayerParams], num_units: int) -> None:
+        """Allocate ``num_units`` blocks (or states) a layer. ``params`` are those of every layer of the model."""
+        self.group = group
+        self.backend = backend
+        self.runs: dict[int, str] = {}
+        self.num_bytes = 0
+        own = [index for index in group.layers if params[index].kv_source_layer is None]
+        buffers = backend.allocate_kv(num_units) if own else ()
+        self.num_bytes = backend.kv_format().bytes_per_unit * num_units * len(buffers)
+        # A backend gives one cache a layer, and may leave out those that share another's.
+        layers = group.layers if len(buffers) == len(group.layers) else own
+        caches: Mapping[int, KVBuffers] = dict(zip(layers, buffers, strict=True))
+        self.layers = [
+            LayerCache(backend=backend, params=params[index], kv=caches[index] if index in own else {})
+            for index in group.layers
+        ]
+        for layer in self.layers:
+            layer.backend = _FirstRun(layer, backend, self)  # type: ignore[assignment]
+
+    def copy_blocks(self, pairs: Int32Array) -> None:
+        """Copy whole blocks of every layer, ``pairs`` [n, 2] = (source, target)."""
+        for layer in self.layers:
+            if layer.kv:
+                layer.kv = self.backend.copy_blocks(layer.kv, pairs)
+
+    def plan(self, batch: GroupBatch) -> None:
+        """Plan the step, once for all layers."""
+        plan = self.backend.plan(batch)
+        for layer in self.layers:
+            layer.plan = plan
+
+
+class _FirstRun:
+    """Stands in a layer's place for its backend until the layer has run once: notes who ran it, and checks what it gave.
+
+    A backend that declares more than it can do fails here, with its name, before anything depends on its output. Later runs
+    reach the backend directly.
+    """
+
+    def __init__(self, layer: LayerCache, backend: AttentionBackend, caches: GroupCaches) -> None:
+        self._layer = layer
+        self._backend = backend
+        self._caches = caches
+
+    def forward(
+        self, q: Array, k: Array | None, v: Array | None, kv: KVBuffers, plan: Plan, params: LayerParams, out: Array
+    ) -> AttentionResult:
+        index, spec = params.index, self._caches.group.spec
+        name = self._backend.manifest.name
+        try:
+            result = self._backend.forward(q, k, v, kv, plan, params, out)
+        except OctavoError:
+            raise
+        except Exception as error:
+            raise Unsupported(
+                f"attention backend {name!r} failed in layer {index}, which its manifest declares to support "
+                f"({spec.kind}, head_dim {spec.head_dim}, {spec.dtype}, KV {spec.kv_dtype}): {type(error).__name__}: {error}",
+                hint="choose another with --attention-backend, and tell the backend's makers",
+            ) from error
+        expected = (q.shape[0], spec.num_heads, spec.head_dim_v)
+        if tuple(result.out.shape) != expected or result.out.dtype != q.dtype:
+            raise Unsupported(
+                f"attention backend {name!r} gave {tuple(result.out.shape)} {result.out.dtype} in layer {index}, "
+                f"expected {expected} {q.dtype}"
+            )
+        self._caches.runs[index] = name
+        self._layer.backend = self._backend
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)

@@ -1,0 +1,160 @@
+"""How many KV blocks a device's memory allows, and what each KV group is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from octavo.core.api.attention import AttentionBackend, AttentionGroup, LayerParams
+from octavo.core.api.errors import OutOfMemory, Unsupported
+from octavo.core.api.kv_cache import MLA, AnyKVSpec, FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
+from octavo.core.api.platform import MemoryInfo
+from octavo.core.config import EngineConfig
+from octavo.core.config.model_spec import ModelSpec
+
+__all__ = ["activation_bytes", "cache_allowance_bytes", "kv_specs", "settle_blocks"]
+
+_MIB = 2**20
+
+
+def kv_specs(
+    groups: Sequence[AttentionGroup], backends: Sequence[AttentionBackend], params: Sequence[LayerParams]
+) -> tuple[AnyKVSpec, ...]:
+    """A spec for each KV group, by its number; bytes are what the backends say, over all layers with a cache of their own."""
+    by_kv_group: dict[int, list[tuple[AttentionGroup, AttentionBackend]]] = {}
+    for group, backend in zip(groups, backends, strict=True):
+        by_kv_group.setdefault(group.kv_group, []).append((group, backend))
+    assert sorted(by_kv_group) == list(range(len(by_kv_group))), "KV groups are numbered from 0 without gaps"
+    return tuple(_kv_spec(by_kv_group[number], params) for number in range(len(by_kv_group)))
+
+
+def _kv_spec(members: Sequence[tuple[AttentionGroup, AttentionBackend]], params: Sequence[LayerParams]) -> AnyKVSpec:
+    first = members[0][0]
+    sizes = {group.block_size for group, _ in members}
+    units = {backend.kv_format().unit for _, backend in members}
+    if len(sizes) > 1 or len(units) > 1:
+        raise Unsupported(
+            f"the backends of KV group {first.kv_group} ({', '.join(group.name for group, _ in members)}) disagree: "
+            f"block sizes {sorted(sizes)}, units {sorted(units)}",
+            hint="choose backends that agree with --attention-backend",
+        )
+    size_bytes = sum(
+        backend.kv_format().bytes_per_unit * sum(params[index].kv_source_layer is None for index in group.layers)
+        for group, backend in members
+    )
+    size = first.block_size
+    if units == {"request"}:
+        return RecurrentState(block_size=size, bytes_per_block=size_bytes)
+    if first.spec.kind == "mla":
+        return MLA(block_size=size, bytes_per_block=size_bytes)
+    if first.spec.window is not None:
+        return SlidingWindow(block_size=size, bytes_per_block=size_bytes, window=first.spec.window)
+    return FullAttention(block_size=size, bytes_per_block=size_bytes)
+
+
+def activation_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int) -> int:
+    """A generous estimate of what a step needs beside weights and cache: the widest layer's activations, and the logits."""
+    scheduler = config.scheduler
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    widest = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * heads
+    speculative = scheduler.num_speculative_tokens if scheduler.speculative else 0
+    # Logits in float32, then probabilities, their sorted copy and its running sum.
+    logits = scheduler.max_num_seqs * (1 + speculative) * spec.vocab_size * 4 * 4
+    return scheduler.max_num_batched_tokens * widest * dtype_bytes + logits
+
+
+def cache_allowance_bytes(config: EngineConfig, memory: MemoryInfo, activations_bytes: int) -> int:
+    """Bytes that the caches may take: what was asked for, or what the weights and a step leave of the device's share.
+
+    Raises `OutOfMemory` when more was asked for than is free.
+    """
+    asked = config.cache.kv_cache_memory_bytes
+    if asked is not None:
+        if asked > memory.free_bytes:
+            raise OutOfMemory(
+                f"the KV cache needs {_size(asked)}, {_size(memory.free_bytes)} is available",
+                hint="lower --kv-cache-memory-bytes",
+            )
+        return asked
+    used = memory.total_bytes - memory.free_bytes
+    return int(memory.total_bytes * config.cache.gpu_memory_utilization) - used - activations_bytes
+
+
+def settle_blocks(specs: Sequence[AnyKVSpec], config: EngineConfig, allowance_bytes: int) -> tuple[KVGroupInfo, ...]:
+    """Share the allowance among the groups: blocks enough for one request of full length each, then equally many of each.
+
+    A group that can't use more gets no more (a window's blocks for every request that may run). Raises `OutOfMemory` when one
+    request doesn't fit.
+    """
+    max_model_len = config.model.max_model_len
+    assert max_model_len is not None, "a resolved configuration says how long a request may be"
+    if config.cache.num_blocks is not None:
+        return tuple(_info(number, spec, config.cache.num_blocks) for number, spec in enumerate(specs))
+    needs = [_need(spec, config, max_model_len) for spec in specs]
+    least_bytes = _least_bytes(specs, config, max_model_len)
+    if least_bytes > allowance_bytes:
+        fits = _largest(lambda length: _least_bytes(specs, config, length) <= allowance_bytes, max_model_len)
+        shorter = f" or lower --max-model-len to {fits} or less" if fits else ""
+        raise OutOfMemory(
+            f"one request of {max_model_len} tokens needs {_size(least_bytes)} of KV cache, "
+            f"{_size(max(allowance_bytes, 0))} is available",
+            hint=f"raise --kv-cache-memory-bytes (or --gpu-memory-utilization){shorter}",
+        )
+
+    def shares(level: int) -> list[int]:
+        return [min(max(level, need.least), need.most) for need in needs]
+
+    def fits_in(level: int) -> bool:
+        used = sum(count * spec.bytes_per_block for count, spec in zip(shares(level), specs, strict=True))
+        return used <= allowance_bytes
+
+    smallest = min(spec.bytes_per_block for spec in specs)
+    counts = shares(_largest(fits_in, min(_MOST_BLOCKS, allowance_bytes // smallest)))
+    return tuple(_info(number, spec, count) for number, (spec, count) in enumerate(zip(specs, counts, strict=True)))
+
+
+_MOST_BLOCKS = 2**31 - 1
+"""Block ids are int32."""
+
+
+@dataclass(frozen=True)
+class _Need:
+    least: int  # blocks, the null block included, that one request of full length needs
+    most: int  # blocks that can be of any use
+
+
+def _need(spec: AnyKVSpec, config: EngineConfig, length: int) -> _Need:
+    scheduler = config.scheduler
+    speculative = scheduler.num_speculative_tokens if scheduler.speculative else 0
+    whole = -(-(length + speculative) // spec.block_size)
+    if isinstance(spec, RecurrentState):
+        one = 2  # the running state and the checkpoint it started from
+    elif isinstance(spec, SlidingWindow):
+        # A chunk's first query sees a window before it, and neither end falls on a block's edge.
+        one = min(whole, -(-(spec.window + scheduler.max_num_batched_tokens) // spec.block_size) + 1)
+    else:
+        one = whole
+    if config.cache.enable_prefix_caching and not isinstance(spec, SlidingWindow):
+        return _Need(one + 1, _MOST_BLOCKS)  # what no request holds serves as prefix cache
+    return _Need(one + 1, scheduler.max_num_seqs * one + 1)
+
+
+def _least_bytes(specs: Sequence[AnyKVSpec], config: EngineConfig, length: int) -> int:
+    return sum(_need(spec, config, length).least * spec.bytes_per_block for spec in specs)
+
+
+def _info(number: int, spec: AnyKVSpec, num_blocks: int) -> KVGroupInfo:
+    return KVGroupInfo(spec=spec, num_blocks=num_blocks, pool_id=number)
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 0 to ``limit`` that fits, for a property that ends at some number; 0 if none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / _MIB:.1f} MiB"
