@@ -1,0 +1,126 @@
+"""`BlockPool`: who holds which block, which blocks are free, and which cached prefix a block carries."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from octavo.core.api.kv_cache import NULL_BLOCK
+from octavo.core.api.scheduling import IntArray
+from octavo.core.kv_cache.free_queue import HELD, FreeQueue
+
+
+class BlockPool:
+    """The blocks 1 … ``num_blocks`` - 1 (block 0 is the null block), in arrays: under 64 bytes a block, the index apart.
+
+    A block is *held* (``ref_count`` > 0), *free*, or in *limbo*: given back while a step that uses it was in flight, and free
+    once that step is done. Free blocks keep what they carry until they are allocated, so the order in which they come free is
+    the order of eviction: least recently used first. ``num_indexes`` prefix indexes (one a KV group) map a key to the block
+    that carries it.
+    """
+
+    def __init__(self, num_blocks: int, num_indexes: int = 1) -> None:
+        assert num_blocks > 1, f"a pool needs the null block and at least one other, not {num_blocks} blocks"
+        self.num_blocks = num_blocks
+        self.ref_count: IntArray = np.zeros(num_blocks, np.int32)
+        self.indexes: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_indexes))
+        self.num_evictions = 0
+        self.num_limbo = 0
+        self._free = FreeQueue(num_blocks)
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._cached = np.zeros(num_blocks, np.bool_)
+        self._owner = np.zeros(num_blocks, np.uint8)
+        self._limbo: deque[tuple[int, int, IntArray]] = deque()  # (step, ticket, blocks)
+        self._ticket = 0
+        self._step: int | None = None  # the step that may still use what is given back now; None = no step in flight
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks with a reference."""
+        return self.num_blocks - 1 - self.num_free - self.num_limbo
+
+    def allocate(self, count: int) -> IntArray:
+        """The ``count`` least recently used free blocks, now with one reference each; what they carried is evicted."""
+        blocks = self._free.pop(count)
+        self.ref_count[blocks] = 1
+        evicted = blocks[self._cached[blocks]]
+        if len(evicted):
+            self._forget(evicted)
+            self.num_evictions += len(evicted)
+        return blocks
+
+    def acquire(self, blocks: IntArray) -> None:
+        """One more reference to each of these (distinct) blocks, which may be free or in limbo."""
+        idle = blocks[self.ref_count[blocks] == 0]
+        if len(idle):
+            places = self._free.place[idle]
+            queued = idle[places >= 0]
+            self._free.remove(queued)
+            waiting = idle[places < HELD]
+            self._free.place[waiting] = HELD
+            self.num_limbo -= len(waiting)
+        self.ref_count[blocks] += 1
+
+    def release(self, blocks: IntArray) -> None:
+        """One reference less to each of these (distinct) blocks; those without any come free in the order given."""
+        counts = self.ref_count[blocks] - 1
+        self.ref_count[blocks] = counts
+        idle = blocks[counts == 0]
+        if not len(idle):
+            return
+        if self._step is None:
+            self._free.push(idle)
+            return
+        self._ticket = (self._ticket + 1) % (1 << 30)
+        self._free.place[idle] = HELD - 1 - self._ticket
+        self._limbo.append((self._step, self._ticket, idle))
+        self.num_limbo += len(idle)
+
+    def set_in_flight(self, last_planned: int, last_done: int) -> None:
+        """Tell which steps run. Blocks given back up to step ``last_done`` come free."""
+        self._step = last_planned if last_planned > last_done else None
+        while self._limbo and self._limbo[0][0] <= last_done:
+            _, ticket, blocks = self._limbo.popleft()
+            idle = blocks[self._free.place[blocks] == HELD - 1 - ticket]  # the others were acquired meanwhile
+            self._free.push(idle)
+            self.num_limbo -= len(idle)
+
+    def idle_count(self, blocks: IntArray) -> int:
+        """How many of these blocks no one holds (acquiring them takes them from the free ones)."""
+        return len(blocks) - int(np.count_nonzero(self.ref_count[blocks]))
+
+    def register(self, index: int, keys: Sequence[bytes], blocks: IntArray) -> None:
+        """From now on ``blocks[i]`` can be found under ``keys[i]``. A key that another block carries stays with that block."""
+        known, slots = self.indexes[index], self._keys
+        for key, block in zip(keys, blocks.tolist(), strict=True):
+            if block != NULL_BLOCK and known.setdefault(key, block) == block and slots[block] is None:
+                slots[block] = key
+                self._cached[block] = True
+                if index:
+                    self._owner[block] = index
+
+    def key_of(self, block: int) -> tuple[int, bytes] | None:
+        """The index and key under which a block can be found, if it can."""
+        key = self._keys[block]
+        return None if key is None else (int(self._owner[block]), key)
+
+    def forget_all(self) -> None:
+        """Empty every index: no block can be found any more."""
+        self._forget(np.flatnonzero(self._cached).astype(np.int32))
+
+    def _forget(self, blocks: IntArray) -> None:
+        keys, single = self._keys, len(self.indexes) == 1
+        for block in blocks.tolist():
+            key = keys[block]
+            assert key is not None
+            del self.indexes[0 if single else self._owner[block]][key]
+            keys[block] = None
+        self._cached[blocks] = False
+        self._owner[blocks] = 0

@@ -1,0 +1,187 @@
+"""What the scheduler knows of a request: `RequestState` for what is said once, `SlotArrays` for what changes every step."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from octavo.core.api.sampling import SamplingParams
+from octavo.core.api.scheduling import IntArray, Request
+from octavo.core.kv_cache.manager import Keys
+
+NO_SLOT = -1
+
+
+class RequestView(Protocol):
+    """One completion, as a `SchedulingPolicy` sees it."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def arrival_time_s(self) -> float: ...
+    @property
+    def arrival(self) -> int:
+        """Order of arrival: requests added later have higher numbers; the completions of one request share it."""
+
+    @property
+    def priority(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output known so far."""
+
+    @property
+    def num_computed_tokens(self) -> int: ...
+    @property
+    def max_tokens(self) -> int: ...
+
+
+class Status(Enum):
+    PENDING = auto()  # a further completion, until the prompt of completion 0 is computed
+    WAITING = auto()
+    RUNNING = auto()
+    LEAVING = auto()  # preempted; a step in flight may still give it tokens
+    FINISHED = auto()
+
+
+class RequestState:
+    """One completion of a request (``n`` > 1 has one state each). Implements `RequestView`."""
+
+    __slots__ = (
+        "arrival",
+        "deferred",
+        "extra",
+        "forks",
+        "index",
+        "keys",
+        "known",
+        "num_prompt_tokens",
+        "parked",
+        "prompt_logprobs",
+        "request",
+        "slot",
+        "slots",
+        "status",
+        "stop_ids",
+    )
+
+    def __init__(self, request: Request, index: int, arrival: int, slots: SlotArrays, keys: Keys, extra: bytes) -> None:
+        self.request = request
+        self.index = index
+        self.arrival = arrival
+        self.slots = slots
+        self.slot = NO_SLOT
+        self.known: IntArray = request.prompt_token_ids  # every token known, while there is no slot
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.keys = keys
+        self.extra = extra
+        self.status = Status.WAITING
+        self.forks: list[RequestState] = []  # completions that wait for this one's prompt
+        self.parked = False  # keeps slot and blocks, but isn't scheduled
+        self.deferred = False  # has stepped back once to let another request fill the cache for it
+        self.prompt_logprobs = index == 0 and request.sampling.prompt_logprobs is not None  # still to be reported
+        sampling = request.sampling
+        eos = () if sampling.ignore_eos else request.eos_token_ids
+        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos, *(sampling.stop_token_ids or ()))))
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def arrival_time_s(self) -> float:
+        return self.request.arrival_time_s
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def max_tokens(self) -> int:
+        return self.request.max_tokens
+
+    def sampling(self) -> SamplingParams:
+        """What the worker is told: prompt log probabilities are asked for once, of completion 0."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs is None or self.prompt_logprobs:
+            return sampling
+        return msgspec.structs.replace(sampling, prompt_logprobs=None)
+
+    def wants_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs and self.status is not Status.FINISHED
+
+    @property
+    def tokens(self) -> IntArray:
+        """[num_tokens] int32, every token known (a view while in a slot)."""
+        if self.slot == NO_SLOT:
+            return self.known
+        return self.slots.tokens[self.slot, : self.slots.num_known[self.slot]]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.known) if self.slot == NO_SLOT else int(self.slots.num_known[self.slot])
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return 0 if self.slot == NO_SLOT else int(self.slots.num_computed[self.slot])
+
+
+class SlotArrays:
+    """The running requests' numbers, by slot.
+
+    ``num_tokens`` counts a token as soon as the step that samples it is planned; ``num_known`` once its value is known.
+    ``num_computed`` counts positions of planned steps. A decode row has ``num_tokens`` = ``num_computed`` + 1.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.tokens: IntArray = np.zeros((max_num_seqs, min(max_model_len, 2048)), np.int32)
+        self.num_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.num_known: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.num_computed: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.num_cached: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.limit: IntArray = np.zeros(max_num_seqs, np.int32)  # tokens at which the completion ends for its length
+        self.stops_from: IntArray = np.zeros(max_num_seqs, np.int32)  # with fewer tokens, no stop token ends it
+        self.stop_ids: IntArray = np.full((1, max_num_seqs), -1, np.int32)  # [most stop ids of a request, slots]
+        self.ignored: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # ended; rows still in flight are dropped
+        self.active: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # the slot's completion is running
+        self.parked: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # it runs, but has no row until it is woken
+
+    def enter(self, state: RequestState, slot: int, tokens: IntArray, num_computed: int, num_cached: int) -> None:
+        """Put a completion into a free slot, with these tokens known."""
+        count, sampling = len(tokens), state.request.sampling
+        self.make_room(min(state.num_prompt_tokens + state.max_tokens, self.max_model_len))
+        self.tokens[slot, :count] = tokens
+        self.num_tokens[slot] = self.num_known[slot] = count
+        self.num_computed[slot] = num_computed
+        self.num_cached[slot] = num_cached
+        self.limit[slot] = min(state.num_prompt_tokens + state.max_tokens, self.max_model_len)
+        self.stops_from[slot] = state.num_prompt_tokens + sampling.min_tokens
+        self._set_stop_ids(slot, state.stop_ids)
+        self.ignored[slot] = False
+        self.active[slot] = True
+        self.parked[slot] = state.parked
+        state.slot = slot
+
+    def make_room(self, num_tokens: int) -> None:
+        """Widen the token matrix (doubling) so that sequences of this length fit."""
+        width = self.tokens.shape[1]
+        if num_tokens > width:
+            wider = np.zeros((len(self.tokens), min(self.max_model_len, max(num_tokens, 2 * width))), np.int32)
+            wider[:, :width] = self.tokens
+            self.tokens = wider
+
+    def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        if len(ids) > len(self.stop_ids):
+            wider = np.full((len(ids), self.stop_ids.shape[1]), -1, np.int32)
+            wider[: len(self.stop_ids)] = self.stop_ids
+            self.stop_ids = wider
+        self.stop_ids[:, slot] = -1
+        self.stop_ids[: len(ids), slot] = ids

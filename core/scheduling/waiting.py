@@ -1,0 +1,47 @@
+"""`WaitingQueue`: requests without a slot, in the policy's order."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from octavo.core.api.scheduling import SchedulingPolicy
+from octavo.core.scheduling.state import RequestState, Status
+
+
+class WaitingQueue:
+    """A heap; a request that ends while it waits is dropped when it comes to the top."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[tuple[float, ...], int, int, RequestState]] = []
+        self._count = 0
+        self._pushed = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, state: RequestState) -> None:
+        state.status = Status.WAITING
+        self._count += 1
+        self._pushed += 1
+        heapq.heappush(self._heap, (self._policy.key(state), state.arrival, state.index, state))
+
+    def peek(self) -> RequestState | None:
+        while self._heap and self._heap[0][3].status is not Status.WAITING:
+            heapq.heappop(self._heap)
+        return self._heap[0][3] if self._heap else None
+
+    def pop(self) -> RequestState:
+        """Take out what `peek` gave."""
+        self._count -= 1
+        return heapq.heappop(self._heap)[3]
+
+    def discard(self, state: RequestState) -> None:
+        """The request ends while it waits."""
+        assert state.status is Status.WAITING
+        state.status = Status.FINISHED
+        self._count -= 1
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return (entry[3] for entry in self._heap if entry[3].status is Status.WAITING)
