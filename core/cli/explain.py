@@ -74,6 +74,8 @@ def _lines(found: Resolved, with_ops: bool) -> Iterator[str]:
         backend = config.plugins.attention_backend[group.name]
         yield f"attention   {group.name}: {backend} ({len(group.layers)} layers, {shape}{window})"
     yield f"block size  {report.block_size}"
+    for proposal in report.proposals:
+        yield f"set         {proposal}"
     for notice in report.notices:
         yield f"notice      {notice}"
     yield ""

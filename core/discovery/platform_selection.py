@@ -23,7 +23,8 @@ def select_platform(config: EngineConfig, entries: Sequence[PluginEntry]) -> tup
         chosen = Registry(entries).find("platform", named)
         if not chosen.usable:
             raise unavailable(chosen)
-        return chosen, tuple(_candidate(entry, chosen, named=True) for entry in platforms)
+        asked = "platform" in config.given  # else an earlier step of the same selection made it explicit
+        return chosen, tuple(_candidate(entry, chosen, named=asked) for entry in platforms)
     chosen = _automatic(platforms)
     return chosen, tuple(_candidate(entry, chosen, named=False) for entry in platforms)
 
@@ -65,7 +66,8 @@ def _candidate(entry: PluginEntry, chosen: PluginEntry | None, *, named: bool) -
         name=entry.name, kind="platform", origin=entry.origin, reasons=state_reasons(entry), chosen=entry is chosen
     )
     if candidate.chosen:
-        return replace(candidate, note="named by --platform" if named else "the only one of the first kind that works")
+        found = f"the only {entry.table.kind} that works and is offered automatically"
+        return replace(candidate, note="named by --platform" if named else found)
     if candidate.ok and not entry.table.auto and not named:
         only = Reason(
             field="auto", wanted="an automatic choice", supported="used only when named", hint=f"--platform {entry.name}"

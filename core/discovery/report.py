@@ -35,10 +35,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Every candidate, what core did on its own (``notices``), and why the block size is what it is."""
+    """Every candidate, what core did on its own and the operator should know (``notices``), what the platform set
+    (``proposals``), and why the block size is what it is."""
 
     candidates: tuple[Candidate, ...] = ()
     notices: tuple[str, ...] = ()
+    proposals: tuple[str, ...] = ()
     block_size: str = ""
 
 

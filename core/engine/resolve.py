@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.api.attention import AttentionGroup, CacheBackend
-from octavo.core.api.errors import PluginError, SelectionError, UsageError
+from octavo.core.api.errors import PluginError, PluginNotFound, SelectionError, UsageError
 from octavo.core.api.manifest import PluginKind
 from octavo.core.api.platform import DeviceInfo, Platform
 from octavo.core.config import EngineConfig
@@ -59,6 +59,8 @@ def resolve(config: EngineConfig) -> Resolved:
     _warn_of_broken(registry)
     model: type[CausalLM] = registry.load("model", spec.model_plugin)
     settled = _settle(_with_context_length(config, spec), registry, model, spec)
+    for proposal in settled.choice.report.proposals:
+        logger.info(proposal)
     for notice in settled.choice.report.notices:
         logger.warning(notice)
     return Resolved(
@@ -77,11 +79,19 @@ def _check_names(config: EngineConfig, registry: Registry) -> None:
     named += [("attention", name) for name in plugins.attention_backend.values()]
     named += [("ops", name) for name in plugins.op.values() if name != "default"]
     for kind, name in named:
-        registry.find(kind, name)
+        _find(registry, kind, name)
     known = {entry.name for entry in registry.entries} | {e.manifest.name for e in registry.entries if e.manifest is not None}
     for name in plugins.plugin:
         if name not in known:
-            registry.find("hook", name)  # raises, with near matches
+            _find(registry, "hook", name)  # raises, with near matches
+
+
+def _find(registry: Registry, kind: PluginKind, name: str) -> None:
+    try:
+        registry.find(kind, name)
+    except PluginNotFound:
+        registry.probe().find(kind, name)  # again, so that the message says of every other plugin whether it would work
+        raise
 
 
 def _warn_of_broken(registry: Registry) -> None:
@@ -99,6 +109,14 @@ def _with_context_length(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     return config.with_value("model.max_model_len", wanted or most)
 
 
+@dataclass
+class _Log:
+    """What the platform set, and what it would have set if the operator hadn't."""
+
+    proposals: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Settled:
     config: EngineConfig
@@ -108,32 +126,32 @@ class _Settled:
 
 
 def _settle(config: EngineConfig, registry: Registry, model: type[CausalLM], spec: ModelSpec) -> _Settled:
-    notices: list[str] = []
+    log = _Log()
     for _ in range(_MOST_ROUNDS):
         name = select(config, registry.entries).chosen.platform
         platform = registry.platform(name)
         device = _device(platform, config)
         with_platform = _with_dtype(config.with_value("plugins.platform", name), platform, device)
-        changed = _apply_proposals(config, with_platform, platform, notices)
+        changed = _apply_proposals(config, with_platform, platform, log)
         if changed == config:
-            return _settle_on(with_platform, registry, platform, device, model, spec, notices)
+            return _settle_on(with_platform, registry, platform, device, model, spec, log)
         config = changed
     raise PluginError(
         f"platform {platform.name!r} still proposes changes after {_MOST_ROUNDS} rounds: report this to its vendor"
     )
 
 
-def _apply_proposals(config: EngineConfig, shown: EngineConfig, platform: Platform, notices: list[str]) -> EngineConfig:
+def _apply_proposals(config: EngineConfig, shown: EngineConfig, platform: Platform, log: _Log) -> EngineConfig:
     """``config`` with what the platform asks for; what the operator set himself stays."""
     for change in platform.propose(shown):
         if shown.get(change.path) == change.value:
             continue
         if change.path.partition(".")[2] in config.given:
-            notices.append(
+            log.notices.append(
                 f"platform {platform.name} would set {change.path} to {change.value!r} ({change.reason}); yours is kept"
             )
             continue
-        notices.append(f"{change.path} = {change.value!r}: {change.reason} (platform {platform.name})")
+        log.proposals.append(f"{change.path} = {change.value!r}: {change.reason} (platform {platform.name})")
         config = config.with_value(change.path, change.value)
     return config
 
@@ -145,7 +163,7 @@ def _settle_on(
     device: DeviceInfo,
     model: type[CausalLM],
     spec: ModelSpec,
-    notices: Sequence[str],
+    log: _Log,
 ) -> _Settled:
     """Attention, block size and ops on a platform that has nothing more to propose; then its say on the whole."""
     kv_dtype = config.model.dtype if config.cache.kv_cache_dtype == "auto" else config.cache.kv_cache_dtype
@@ -161,12 +179,15 @@ def _settle_on(
     config = config.with_value("plugins.op", MappingProxyType(dict(ops.chosen)))
     config, without = _without_chunk_context(config, registry, chosen.attention)
     _assert_supports(registry, groups, chosen.attention, device.arch)
-    report = replace(choice.report, notices=tuple(dict.fromkeys((*notices, *choice.report.notices, *ops.notices, *without))))
+    notices = (*log.notices, *choice.report.notices, *ops.notices, *without)
+    report = replace(choice.report, notices=tuple(dict.fromkeys(notices)), proposals=tuple(log.proposals))
     rejected = tuple(platform.reject(config))
     if rejected:
         raise SelectionError(f"platform {platform.name!r} can't run this: {refusal(rejected)}", report=report)
     return _Settled(
-        config=config,
+        config=replace(
+            config, given=frozenset(config.flat())
+        ),  # every choice is explicit now, also for whoever resolves it again
         choice=Choice(chosen=replace(chosen, ops=ops.chosen), report=report),
         groups=groups,
         ops=ops,
@@ -199,11 +220,11 @@ def _dtypes(platform: Platform, device: DeviceInfo) -> tuple[str, ...]:
 
 
 def _with_dtype(config: EngineConfig, platform: Platform, device: DeviceInfo) -> EngineConfig:
-    """dtype "auto" = bfloat16 where the device has it, else float32 (or the best it has)."""
+    """dtype "auto" = the platform's first: bfloat16 where the hardware has it."""
     dtypes = _dtypes(platform, device)
     wanted = config.model.dtype
     if wanted == "auto":
-        return config.with_value("model.dtype", next((word for word in ("bfloat16", "float32") if word in dtypes), dtypes[0]))
+        return config.with_value("model.dtype", dtypes[0])
     if wanted not in dtypes:
         raise SelectionError(
             f"platform {platform.name!r} has no {wanted} activations on device {device.index} ({device.name})",
