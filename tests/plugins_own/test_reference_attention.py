@@ -1,4 +1,4 @@
-"""The reference backend on any mixture of features, and on what the declared cases (`test_reference_against_oracle`) leave out."""
+"""The reference backend on any mixture of features, and on what `test_reference_against_oracle` leaves out."""
 
 from __future__ import annotations
 
