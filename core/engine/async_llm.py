@@ -148,12 +148,17 @@ class AsyncLLM:
         if self._ended is not None:
             raise self._ended
 
-    def shutdown(self) -> None:
-        """Stop. Requests that are still open end with `RequestAborted`. May be called more than once, from any thread."""
+    def shutdown(self, *, timeout_s: float = 30.0) -> None:
+        """Stop. Requests that are still open end with `RequestAborted`. May be called more than once, from any thread.
+
+        A step that runs is waited for, at most ``timeout_s``; then its worker is stopped under it.
+        """
         self._commands.put(None)
-        for thread in (self._engine_thread, self._output_thread):
-            if thread is not threading.current_thread():
-                thread.join()
+        self._engine_thread.join(timeout_s)
+        if self._engine_thread.is_alive():
+            self.front.core.shutdown()
+            self._engine_thread.join()
+        self._output_thread.join()
         _OPEN.discard(self)
 
     def _open(self, request_id: str, request: Request, text: str | None) -> _Stream:

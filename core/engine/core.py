@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
     from octavo.core.scheduling import Scheduler
 
-__all__ = ["EngineCore", "NoHooks", "start_core"]
+__all__ = ["EngineCore", "NoHooks", "assemble_core", "start_core"]
 
 
 class NoHooks:
@@ -147,7 +147,7 @@ def start_core(config: EngineConfig, *, hooks: Any = None) -> EngineCore:
     executor: Executor = installed().load("executor", config.plugins.executor)()
     try:
         info = executor.start(config)
-        core = _assemble(config, executor, info, hooks)
+        core = assemble_core(config, executor, info, hooks)
     except BaseException:
         executor.shutdown()
         raise
@@ -162,7 +162,8 @@ def start_core(config: EngineConfig, *, hooks: Any = None) -> EngineCore:
     return core
 
 
-def _assemble(config: EngineConfig, executor: Executor, info: ExecutorInfo, hooks: Any) -> EngineCore:
+def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, hooks: Any = None) -> EngineCore:
+    """A core on an executor that has started: its cache manager, policy, proposer and scheduler."""
     from octavo.core.discovery import installed
     from octavo.core.kv_cache import KVCacheManager
     from octavo.core.scheduling import Scheduler

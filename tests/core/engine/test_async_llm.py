@@ -1,0 +1,198 @@
+"""`AsyncLLM` on the real scheduler and an executor that echoes the prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from octavo.core.api.errors import EngineError, RequestAborted, UsageError
+from octavo.core.api.sampling import SamplingParams
+from octavo.core.engine.async_llm import AsyncLLM
+from octavo.core.engine.outputs import RequestOutput
+
+MakeLLM = Callable[..., AsyncLLM]
+
+
+@pytest_asyncio.fixture
+async def make_llm(echo_front: Any) -> AsyncIterator[MakeLLM]:
+    made: list[AsyncLLM] = []
+
+    def make(*arguments: Any, **options: Any) -> AsyncLLM:
+        made.append(AsyncLLM.from_front(echo_front(*arguments, **options)))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.shutdown()
+
+
+def params(max_tokens: int = 10, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **more)
+
+
+async def last(llm: AsyncLLM, prompt: Any, sampling: SamplingParams, request_id: str) -> RequestOutput:
+    output = None
+    async for output in llm.generate(prompt, sampling, request_id):
+        pass
+    assert output is not None
+    return output
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def test_many_coroutines_share_the_engine(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    prompts = [f"prompt {index} " for index in range(30)]
+    outputs = await asyncio.gather(*(last(llm, prompt, params(25), str(i)) for i, prompt in enumerate(prompts)))
+    assert [output.outputs[0].text for output in outputs] == [(prompt * 4)[:25] for prompt in prompts]
+    assert [output.request_id for output in outputs] == [str(index) for index in range(30)]
+
+
+async def test_an_iterator_gives_everything_so_far_and_ends_finished(make_llm: MakeLLM) -> None:
+    outputs = [output async for output in make_llm().generate("abcdef", params(12), "r")]
+    texts = [output.outputs[0].text for output in outputs]
+    assert texts[-1] == "abcdefabcdef"
+    assert all("abcdefabcdef".startswith(text) for text in texts)
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+async def test_stop_strings_end_a_request(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    output = await last(llm, "one STOP two ", params(40, stop="STOP"), "r")
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("one ", "STOP")
+    await until(lambda: not llm.front.core.has_unfinished())
+
+
+async def test_a_slow_consumer_misses_no_text(make_llm: MakeLLM) -> None:
+    text = ""
+    async for output in make_llm().generate("abc", params(30), "r"):
+        assert output.outputs[0].text.startswith(text)
+        text = output.outputs[0].text
+        await asyncio.sleep(0.02)
+    assert text == "abc" * 10
+
+
+async def test_leaving_the_iterator_aborts_the_request(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    async with aclosing(llm.generate("abc", params(150), "r")) as outputs:
+        async for _ in outputs:
+            break
+    await until(lambda: not llm.front.core.has_unfinished())
+    assert (await last(llm, "xyz", params(4), "r")).outputs[0].text == "xyzx"
+
+
+async def test_a_cancelled_consumer_aborts_the_request(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    executor.gate.clear()
+    llm = make_llm(executor)
+    task = asyncio.create_task(last(llm, "abc", params(150), "r"))
+    await until(llm.front.core.has_unfinished)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    executor.gate.set()
+    await until(lambda: not llm.front.core.has_unfinished())
+
+
+async def test_abort_ends_the_iterator_with_what_there_is(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    outputs = []
+    async for output in llm.generate("abc", params(150), "r"):
+        outputs.append(output)
+        await llm.abort("r")
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    await llm.abort("unknown")
+    await until(lambda: not llm.front.core.has_unfinished())
+
+
+async def test_a_wrong_request_is_refused_and_the_others_go_on(make_llm: MakeLLM) -> None:
+    llm = make_llm(num_blocks=12)
+    good = asyncio.create_task(last(llm, "abc", params(30), "good"))
+    with pytest.raises(UsageError, match="outside the vocabulary"):
+        await last(llm, {"prompt_token_ids": [999]}, params(), "bad")
+    with pytest.raises(UsageError, match="block"):
+        await last(llm, "x" * 100, params(), "too long for the cache")
+    assert (await good).outputs[0].text == "abc" * 10
+
+
+async def test_an_id_in_use_is_refused(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    executor.gate.clear()
+    llm = make_llm(executor)
+    first = asyncio.create_task(last(llm, "abc", params(6), "r"))
+    await until(lambda: bool(llm.front.processor.requests))
+    with pytest.raises(UsageError, match="request id 'r' is in use"):
+        await last(llm, "abc", params(6), "r")
+    executor.gate.set()
+    assert (await first).outputs[0].text == "abcabc"
+
+
+async def test_a_failed_worker_reaches_every_waiting_request(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    llm = make_llm(EchoExecutor(fail_at=4))
+    results = await asyncio.gather(*(last(llm, "abc", params(99), str(i)) for i in range(12)), return_exceptions=True)
+    assert all(isinstance(result, EngineError) for result in results)
+    assert {str(result) for result in results} == {"the worker died"}
+    with pytest.raises(EngineError, match="the engine has stopped: the worker died"):
+        await last(llm, "abc", params(), "later")
+    with pytest.raises(EngineError, match="the worker died"):
+        llm.check_health()
+
+
+async def test_a_bug_in_the_loop_reaches_every_waiting_request(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    monkeypatch.setattr(llm.front.core, "step", lambda: [][1])
+    with pytest.raises(EngineError, match="the engine loop failed: IndexError"):
+        await last(llm, "abc", params(), "r")
+
+
+async def test_shutdown_ends_pending_requests_and_leaves_no_thread(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    llm.check_health()
+    tasks = [asyncio.create_task(last(llm, "abc", params(190), str(i))) for i in range(12)]
+    await until(lambda: executor.num_steps > 5)
+    llm.shutdown()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(result, RequestAborted) for result in results)
+    assert executor.is_shut_down
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("octavo-")]
+    llm.shutdown()
+    with pytest.raises(EngineError, match="shut down"):
+        await last(llm, "abc", params(), "later")
+
+
+async def test_shutdown_does_not_hang_on_a_step_that_never_ends(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    executor.gate.clear()
+    llm = make_llm(executor)
+    task = asyncio.create_task(last(llm, "abc", params(100), "r"))
+    await until(llm.front.core.has_work)
+    await asyncio.wait_for(asyncio.to_thread(llm.shutdown, timeout_s=0.2), 10)
+    with pytest.raises(EngineError):
+        await task
+
+
+def test_two_event_loops_share_one_engine(echo_front: Any) -> None:
+    llm = AsyncLLM.from_front(echo_front())
+    results: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        results[number] = asyncio.run(last(llm, f"loop {number} ", params(14), str(number))).outputs[0].text
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    llm.shutdown()
+    assert results == {number: f"loop {number} " * 2 for number in range(4)}

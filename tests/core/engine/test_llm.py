@@ -1,0 +1,203 @@
+"""`LLM` on the real scheduler and an executor that echoes the prompt."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from octavo.core.api.errors import EngineError, UsageError, WorkerDied
+from octavo.core.api.executor import WorkerMethod
+from octavo.core.api.sampling import SamplingParams
+from octavo.core.engine.interrupt import interrupt_deferred
+from octavo.core.engine.llm import LLM
+
+MakeLLM = Callable[..., LLM]
+
+
+@pytest.fixture
+def make_llm(echo_front: Any) -> MakeLLM:
+    def make(*arguments: Any, **options: Any) -> LLM:
+        llm = LLM.__new__(LLM)
+        llm.front = echo_front(*arguments, **options)
+        llm._ids = itertools.count()
+        return llm
+
+    return make
+
+
+def params(max_tokens: int = 10, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, **more)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    prompts = [f"number {index}, " for index in range(20)]
+    lengths = [5 + 7 * index % 30 for index in range(20)]
+    outputs = llm.generate(prompts, [params(length) for length in lengths])
+    assert [output.prompt for output in outputs] == prompts
+    assert [output.outputs[0].text for output in outputs] == [
+        (prompt * 10)[:length] for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert len({output.request_id for output in outputs}) == 20
+
+
+@pytest.mark.parametrize("options", [{"async_scheduling": False}, {"max_num_batched_tokens": 7}, {"num_blocks": 24}])
+def test_the_text_does_not_depend_on_scheduling(make_llm: MakeLLM, options: Any) -> None:
+    prompts = [f"prompt {index} of several" for index in range(6)]
+    outputs = make_llm(**options).generate(prompts, params(30))
+    assert [output.outputs[0].text for output in outputs] == [(prompt * 2)[:30] for prompt in prompts]
+
+
+def test_two_steps_are_in_flight_where_the_executor_allows(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    one, two = EchoExecutor(), EchoExecutor()
+    make_llm(one, async_scheduling=False).generate(["abc"] * 4, params(20))
+    make_llm(two).generate(["abc"] * 4, params(20))
+    assert (one.most_in_flight, two.most_in_flight) == (1, 2)
+
+
+def test_asynchronous_scheduling_is_refused_where_the_executor_cannot(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    with pytest.raises(UsageError, match="can't schedule asynchronously"):
+        make_llm(EchoExecutor(max_in_flight=1), async_scheduling=True)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_stop_string_frees_the_request_and_later_tokens_are_dropped(make_llm: MakeLLM, async_scheduling: bool) -> None:
+    llm = make_llm(async_scheduling=async_scheduling)
+    outputs = llm.generate(["one STOP two ", "no such word "], params(30, stop=["STOP"]))
+    assert outputs[0].outputs[0].text == "one "
+    assert outputs[0].outputs[0].stop_reason == "STOP"
+    assert len(outputs[0].outputs[0].token_ids) == len("one STOP")
+    assert len(outputs[1].outputs[0].token_ids) == 30
+    assert llm.generate("again ", params(12))[0].outputs[0].text == "again again "
+
+
+def test_the_end_token_ends_the_text_unless_ignored(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    prompt = "hi<end>"
+    ended, ignored, stopped = llm.generate(
+        [prompt] * 3, [params(6), params(6, ignore_eos=True), params(6, stop_token_ids=[257 - 1], ignore_eos=True)]
+    )
+    assert (ended.outputs[0].text, ended.outputs[0].finish_reason) == ("hi", "stop")
+    assert ended.outputs[0].token_ids[-1] == 256
+    assert (ignored.outputs[0].text, ignored.outputs[0].finish_reason) == ("hihi", "length")
+    assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == ("hi", 256)
+
+
+def test_several_completions_of_one_prompt(make_llm: MakeLLM) -> None:
+    (output,) = make_llm().generate("abcdefgh", params(12, n=3))
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    assert {completion.text for completion in output.outputs} == {"abcdefghabcd"}
+
+
+def test_the_second_use_of_a_prompt_hits_the_prefix_cache(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    first, second = (llm.generate("a long enough prompt", params(3))[0] for _ in range(2))
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens is not None
+    assert second.num_cached_tokens >= 16
+    assert first.outputs[0].text == second.outputs[0].text
+    assert llm.reset_prefix_cache() is True
+    assert llm.generate("a long enough prompt", params(3))[0].num_cached_tokens == 0
+
+
+def test_a_wrong_prompt_is_refused_before_anything_runs(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    with pytest.raises(UsageError, match="token id 999"):
+        llm.generate(["fine", {"prompt_token_ids": [999]}], params())
+    with pytest.raises(UsageError, match="2 priorities for 1 prompts"):
+        llm.generate(["fine"], params(), priority=[1, 2])
+    assert executor.num_steps == 0
+    assert not llm.front.core.has_unfinished()
+
+
+def test_a_request_that_could_never_fit_is_refused_with_the_numbers(make_llm: MakeLLM) -> None:
+    llm = make_llm(num_blocks=5)
+    with pytest.raises(UsageError, match="block"):
+        llm.generate(["short", "far too long for four blocks of four tokens"], params(10))
+    assert not llm.front.core.has_unfinished()
+    assert llm.generate("short", params(5))[0].outputs[0].text == "short"
+
+
+@pytest.mark.parametrize("failure", [WorkerDied("the worker died"), RuntimeError("a bug")])
+def test_a_failed_worker_ends_the_engine_with_a_typed_error(make_llm: MakeLLM, EchoExecutor: Any, failure: Exception) -> None:
+    executor = EchoExecutor(fail_at=3, failure=failure)
+    llm = make_llm(executor)
+    with pytest.raises(EngineError, match=str(failure)):
+        llm.generate(["abc", "def"], params(20))
+    assert executor.is_shut_down
+    with pytest.raises(EngineError, match="the engine has stopped"):
+        llm.generate("again", params())
+    llm.close()
+
+
+def test_after_close_nothing_runs_and_closing_again_is_harmless(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    with make_llm(executor) as llm:
+        llm.generate("abc", params())
+    assert executor.is_shut_down
+    llm.close()
+    with pytest.raises(EngineError, match="shut down"):
+        llm.generate("abc", params())
+
+
+def test_a_stream_grows_and_leaving_it_aborts_the_request(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    texts = [output.outputs[0].text for output in llm.stream("abcdef", params(9))]
+    assert texts[-1] == "abcdefabc"
+    assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
+    stream = llm.stream("abcdef", params(100))
+    next(stream)
+    stream.close()
+    assert not llm.front.processor.requests
+    assert llm.generate("xyz", params(4))[0].outputs[0].text == "xyzx"
+
+
+def test_ctrl_c_ends_a_batch_and_the_engine_goes_on(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    step, steps = llm.front.core.step, itertools.count()
+
+    def interrupted() -> Any:
+        if next(steps) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.front.core, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc", "def"], params(50))
+    assert not llm.front.processor.requests
+    assert llm.generate("xyz", params(4))[0].outputs[0].text == "xyzx"
+
+
+def test_a_deferred_interrupt_comes_at_the_end_and_a_second_one_at_once() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupt_deferred():
+        signal.raise_signal(signal.SIGINT)
+        done.append("first")
+    with pytest.raises(KeyboardInterrupt), interrupt_deferred():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("never")
+    assert done == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_default_sampling_params_are_the_models(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    defaults = llm.get_default_sampling_params()
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.0, 7, 1.0)
+    assert llm.generate("abc")[0].outputs[0].text == ("abc" * 9)[:16]
+
+
+def test_metrics_and_worker_calls_reach_through(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    llm.generate(["abc"] * 3, params(5))
+    figures = llm.front.core.metrics()
+    assert figures["steps_total"] >= 5
+    assert figures["num_running"] == 0
+    assert llm.front.core.call(WorkerMethod.COUNTERS) == [{"method": "counters"}]
