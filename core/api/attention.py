@@ -172,10 +172,14 @@ class KVFormat:
 
 
 class AttentionResult(NamedTuple):
-    """``out`` [num_tokens, num_heads, head_dim_v] and the cache, to be rebound."""
+    """``out`` [num_tokens, num_heads, head_dim_v] and the cache, to be rebound; ``lse`` where it was asked for.
+
+    A backend whose arrays can't be written in place overrides `AttentionBackend.forward` to return its log-sum-exp here.
+    """
 
     out: Array
     kv: KVBuffers
+    lse: Array | None = None  # [num_tokens, num_heads] float32
 
 
 class CacheBackend(ABC):
@@ -202,13 +206,10 @@ class CacheBackend(ABC):
         """The cache of one layer of this group."""
 
     def allocate_kv(self, num_units: int) -> Sequence[KVBuffers]:
-        """Zeroed caches, one for each layer of the group that doesn't share another's. Default: torch tensors on the device."""
-        import torch
-
-        from octavo.core.layers.dtypes import torch_dtype
+        """Zeroed caches, one for each layer of the group that doesn't share another's. Default: the platform's zeros."""
 
         def zeros(buffer: BufferSpec) -> Array:
-            return torch.zeros((num_units, *buffer.shape), dtype=torch_dtype(buffer.dtype), device=self.platform.device_type)
+            return self.platform.zeros((num_units, *buffer.shape), buffer.dtype)
 
         return [{name: zeros(buffer) for name, buffer in self.kv_format().buffers.items()} for _ in self.group.layers]
 
@@ -275,4 +276,4 @@ class AttentionBackend(CacheBackend):
         """Write, then attend; override to fuse. ``k`` and ``v`` are None for a layer that shares another's cache."""
         if k is not None and v is not None:
             kv = self.write_kv(kv, k, v, plan, layer)
-        return AttentionResult(self.attend(q, kv, plan, layer, out, lse_out=lse_out), kv)
+        return AttentionResult(self.attend(q, kv, plan, layer, out, lse_out=lse_out), kv, lse_out)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.core.api.manifest import Reason
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from octavo.core.api.executor import WorkerFactory
@@ -111,6 +113,21 @@ class Platform(ABC):
     def to_host(self, array: Array) -> Tensor:
         """A CPU tensor with the array's values; waits for them."""
 
+    def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+        """A new zeroed array on the bound device; ``dtype`` is a word (`octavo.core.api.attention.DTYPE_BYTES`).
+
+        Default: torch's. Where the device is the host, memory that the system hands out zeroed is not touched before use:
+        a KV cache of gigabytes is there at once.
+        """
+        import torch
+
+        from octavo.core.layers.dtypes import torch_dtype
+
+        probe = torch.empty(0)
+        if self.from_host(probe) is not probe:
+            return torch.zeros(tuple(shape), dtype=torch_dtype(dtype), device=self.device_type)
+        return _untouched_zeros(shape, torch_dtype(dtype))
+
     def fetch(self, array: Array) -> Callable[[], Tensor]:
         """Start copying ``array`` to the host; calling the result waits for it, on any thread.
 
@@ -131,3 +148,17 @@ class Platform(ABC):
     def worker_factory(self) -> WorkerFactory | None:
         """A worker of the platform's own, or None for core's torch worker."""
         return None
+
+
+_CACHE_LINE_BYTES = 64
+
+
+def _untouched_zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros on the host, aligned to a cache line, in pages that the system maps when they are first written."""
+    import numpy as np
+    import torch
+
+    size_bytes = prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(size_bytes + _CACHE_LINE_BYTES, np.uint8))
+    start = -raw.data_ptr() % _CACHE_LINE_BYTES
+    return raw[start : start + size_bytes].view(dtype).view(tuple(shape))
