@@ -123,6 +123,8 @@ class KVCacheManager:
 
     def match(self, keys: Keys, num_tokens: int) -> Hit:
         """The longest prefix of ``num_tokens`` tokens that every group has in the cache, in whole blocks."""
+        if not self.enable_prefix_caching:
+            return self.no_hit
         limit = num_tokens if self.full_hit else num_tokens - 1
         while limit := limit // self._alignment * self._alignment:
             found = [m.match(keys[c], limit, num_tokens - 1) for m, c in zip(self.managers, self._chain_of, strict=True)]

@@ -34,7 +34,8 @@ class RecurrentStateManager(KVManager):
         self.left: IntArray = np.zeros(max_num_seqs, np.int32)  # the block left at the last edge, held until its key is known
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        return 1 if num_tokens <= self.block_size else 2
+        # At an edge: the state, the one left at the edge before (till its key is known), and the one that goes on.
+        return min(1 + (num_tokens - 1) // self.block_size, 3)
 
     def next_change(self, slots: IntArray) -> IntArray:
         bound: IntArray = np.where(self.table[slots, 0] == 0, 0, self.next_edge[slots]).astype(np.int32)

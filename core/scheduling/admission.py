@@ -52,6 +52,8 @@ class Admission:
 
     def _try_admit(self, state: RequestState, budget: int) -> int | None:
         kv, tokens = self._kv, state.known
+        if len(tokens) > state.num_prompt_tokens:  # resumed: its output is looked up too
+            kv.extend_keys(state.keys, tokens, state.extra)
         hit = kv.no_hit if state.prompt_logprobs else kv.match(state.keys, len(tokens))
         computed = min(hit.num_tokens, len(tokens) - 1)
         count = self._first_chunk(computed, len(tokens), budget)

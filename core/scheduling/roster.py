@@ -44,6 +44,11 @@ class Roster:
     def num_free_slots(self) -> int:
         return len(self._free)
 
+    @property
+    def num_leaving(self) -> int:
+        """Slots that come free when the steps in flight are done."""
+        return len(self._leaving)
+
     def state(self, slot: int) -> RequestState:
         state = self.states[slot]
         assert state is not None, f"slot {slot} is empty"

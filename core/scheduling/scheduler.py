@@ -164,7 +164,7 @@ class Scheduler:
 
     def _repeat(self) -> StepPlan | None:
         """The last step again: each row's one new token. None if anything differs."""
-        if not self._repeatable or self._roster.changed or (len(self._waiting) and not self._stuck):
+        if not self._repeatable or self._roster.changed or self._may_admit():
             return None
         rows, arrays = self._rows, self._arrays
         assert rows is not None
@@ -182,6 +182,12 @@ class Scheduler:
             step=self._roster.last_planned, released=self._roster.take_released(), tables=tables, block_copies=copies
         )
 
+    def _may_admit(self) -> bool:
+        """Whether the first waiting request could get in. One that couldn't is tried again when a completion ends, and now and
+        then, for blocks that come free behind windows.
+        """
+        return len(self._waiting) > 0 and (not self._stuck or self._step % 32 == 0)
+
     def _extend_if_possible(self, slots: IntArray, ends: IntArray) -> bool:
         starts = ends - 1
         self._kv.trim(slots, starts)
@@ -195,9 +201,9 @@ class Scheduler:
         preemptions = self._roster.num_preemptions
         slots, counts = self._grant()
         slots, counts = self._secure_blocks(slots, counts)
-        self._stuck = True
         if self._roster.num_preemptions == preemptions:
-            new_slots, new_counts, self._stuck = self._admission.admit(self._budget - int(counts.sum()))
+            new_slots, new_counts, stuck = self._admission.admit(self._budget - int(counts.sum()))
+            self._stuck = stuck and not self._roster.num_leaving and not self._kv.num_limbo.any()
             slots = np.append(slots, np.array(new_slots, np.int32))
             counts = np.append(counts, np.array(new_counts, np.int32))
         if not len(slots):
@@ -398,6 +404,6 @@ class Scheduler:
         for pool, count in zip(self._kv.pools, needed.tolist(), strict=True):
             if count > pool.num_blocks - 1:
                 raise UsageError(
-                    f"the request needs up to {count} KV blocks ({prompt} prompt tokens, at most {new} new ones), the cache has "
-                    f"{pool.num_blocks - 1}; lower max_tokens, shorten the prompt or give the KV cache more memory"
+                    f"the request needs up to {count} KV blocks ({prompt} prompt tokens, at most {new} new ones), "
+                    f"the cache has {pool.num_blocks - 1}; lower max_tokens, shorten the prompt or give the KV cache more memory"
                 )
