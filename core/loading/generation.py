@@ -26,7 +26,7 @@ class GenerationDefaults:
 
 
 def generation_defaults(values: Mapping[str, Any], *, fallback_eos: Any, where: str) -> GenerationDefaults:
-    """From a generation_config.json's ``values``; ``fallback_eos`` (an id, a list or None) is the config.json's. Raises `BrokenModel`."""
+    """From a generation_config.json; ``fallback_eos`` (an id, a list, None) is config.json's. Raises `BrokenModel`."""
     fields = Fields(values, where)
     numbers = {key: fields.number(key) for key in ("temperature", "top_p", "min_p", "repetition_penalty") if fields.has(key)}
     eos = values.get("eos_token_id", fallback_eos)

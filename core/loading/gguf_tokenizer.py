@@ -14,6 +14,7 @@ from octavo.core.config.suggest import nearest
 from octavo.core.loading.bpe_pipelines import PIPELINES
 from octavo.core.loading.fields import Fields
 from octavo.core.loading.gguf_header import StringArray
+from octavo.core.loading.library_errors import refused_by_library
 from octavo.core.loading.spm_merges import spm_merges
 from octavo.core.loading.tokenizer import Tokenizer
 
@@ -80,9 +81,7 @@ def build_tokenizer(metadata: Mapping[str, Any], *, vocab_size: int, where: str,
 def end_tokens(fields: Fields, tokens: list[str], types: np.ndarray[Any, Any]) -> tuple[int, ...]:
     """Every token that ends a turn or the text, the file's own EOS first."""
     ids = [_special_id(fields, key) for key in ("eos", "eot", "eom")]
-    for index in np.flatnonzero(types == _CONTROL).tolist():
-        if tokens[index] in _TURN_ENDS:
-            ids.append(index)
+    ids.extend(index for index in np.flatnonzero(types == _CONTROL).tolist() if tokens[index] in _TURN_ENDS)
     return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))
 
 
@@ -138,10 +137,8 @@ def _tokenizer(fields: Fields, tokens: list[str], merges: list[Any], **options: 
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(vocab) != len(tokens):
         fields.broken("the tokenizer has a token twice")
-    try:
+    with refused_by_library(f"{fields.where}: the tokenizer's merges don't fit its tokens"):
         return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a merge of tokens that aren't there
-        raise BrokenModel(f"{fields.where}: the tokenizer's merges don't fit its tokens: {error}") from None
 
 
 def _add_whole_tokens(

@@ -50,7 +50,7 @@ _ROTATED = re.compile(r"\.self_attn\.([qk])_proj\.(?:weight|bias)$")
 
 def hf_names(names: Mapping[str, GGUFTensor], arch: str) -> dict[str, str]:
     """Hugging Face name → name in the file; names that Octavo doesn't know keep their own."""
-    layer = _LAYER | _GEMMA3 if arch == "gemma3" else _LAYER
+    layer = {**_LAYER, **_GEMMA3} if arch == "gemma3" else _LAYER
     return {_hf_name(name, layer): name for name in names}
 
 

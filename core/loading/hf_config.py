@@ -46,10 +46,10 @@ _GEMMA3 = _Family(
 _FAMILIES: Mapping[str, _Family] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, most_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """A small JSON object. Raises `BrokenModel`, or `UsageError` when the file can't be read."""
     try:
-        value = json.loads(read_small_file(path, most_bytes=_MAX_JSON_BYTES))
+        value = json.loads(read_small_file(path, most_bytes=most_bytes))
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path.name} is not valid JSON: {error}", hint="fetch it again") from None
     if not isinstance(value, dict):
@@ -62,7 +62,8 @@ def claim_architecture(
 ) -> tuple[str, ModelManifest]:
     """The first of the ``named`` architectures that a model plugin claims, with that plugin.
 
-    ``attribute`` is the manifest's list to look in: "architectures" or "gguf". Raises `UnsupportedModel`, listing what there is.
+    ``attribute`` is the manifest's list to look in: "architectures" or "gguf". Raises `UnsupportedModel`, listing what
+    there is.
     """
     known = {name: model for model in models.values() for name in getattr(model, attribute)}
     for name in named:

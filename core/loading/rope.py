@@ -1,4 +1,4 @@
-"""`RopeSpec` from a configuration, in the spelling of transformers 4 (``rope_theta`` and ``rope_scaling``) or 5 (``rope_parameters``).
+"""`RopeSpec` from a configuration, spelled as in transformers 4 (``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``).
 
 Source of the scaling rules: the published configurations of Llama 3.1 ("llama3") and the YaRN paper (arXiv 2309.00071).
 """

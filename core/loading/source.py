@@ -53,8 +53,8 @@ def open_model(name_or_path: str | PathLike[str], *, models: Mapping[str, ModelM
     """Open a catalogue name (a bare word), a folder (safetensors + tokenizer.json) or a ``.gguf`` file.
 
     Checks, in this order, the architecture (against ``models``, by default those of the installed plugins), the headers, the
-    tokenizer. Nothing is downloaded and no weight is read. Raises `UsageError` when there is no such model, saying which command
-    fetches it, `UnsupportedModel` and `BrokenModel` when it can't be run.
+    tokenizer. Nothing is downloaded and no weight is read. Raises `UsageError` when there is no such model, saying which
+    command fetches it, `UnsupportedModel` and `BrokenModel` when it can't be run.
     """
     path = find_model(fspath(name_or_path))
     if models is None:

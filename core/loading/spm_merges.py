@@ -1,7 +1,7 @@
 """The merge list that a SentencePiece BPE vocabulary implies.
 
-SentencePiece stores no merges: at each step it joins the neighbouring pair whose union is the piece with the best score. Listing,
-best piece first, every way to cut a piece into two pieces gives a merge list with the same effect.
+SentencePiece stores no merges: at each step it joins the neighbouring pair whose union is the piece with the best score.
+Listing, best piece first, every way to cut a piece into two pieces gives a merge list with the same effect.
 """
 
 from __future__ import annotations

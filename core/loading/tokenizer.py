@@ -54,7 +54,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``; bytes that form no whole character become U+FFFD. Raises `UsageError` for an unknown id."""
         ids = list(ids)
-        if ids and not (0 <= min(ids) and max(ids) < self.vocab_size):
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise UsageError(f"token ids must lie between 0 and {self.vocab_size - 1}")
         return str(self.raw.decode(ids, skip_special_tokens=skip_special_tokens))
 
