@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -81,4 +81,4 @@ def verify_and_sample(logits: Tensor, batch: SamplingBatch) -> Sampled:
     """Verify drafts and sample: see `octavo.core.worker.sampler`."""
     from octavo.core.worker import sampler
 
-    return cast("Sampled", sampler.verify_and_sample(logits, batch))
+    return sampler.verify_and_sample(logits, batch)

@@ -14,6 +14,7 @@ from octavo.backends.cpu.platform import CpuPlatform
 from octavo.core.api.attention import AttentionGroup, GroupBatch, HostBatch, LayerParams
 from octavo.core.api.models import BuildContext, CausalLM, WeightSource
 from octavo.core.api.ops import ParallelContext
+from octavo.core.api.platform import Platform
 from octavo.core.config.model_spec import ModelSpec
 from octavo.core.layers.context import LayerCache, StepContext
 from octavo.core.layers.ops import Ops
@@ -35,8 +36,9 @@ class HandRunner:
         block_size: int = 5,
         overrides: Mapping[str, Any] | None = None,
         max_model_len: int = 256,
+        platform: Platform | None = None,
     ) -> None:
-        self.platform = CpuPlatform()
+        self.platform = platform or CpuPlatform()
         self.ops = Ops(overrides, platform=self.platform)
         self.block_size = block_size
         build = BuildContext(
@@ -71,8 +73,10 @@ class HandRunner:
                 if cache.backend is backend:
                     cache.plan = plan
         context = StepContext(ops=self.ops, positions=batch.positions, layers=self.caches)
-        x, residual = self.model.forward(torch.tensor([t for tokens in new.values() for t in tokens]), context)
-        logits = self.model.logits(x, residual, torch.arange(batch.num_tokens), context)
+        token_ids = self.platform.from_host(torch.tensor([token for tokens in new.values() for token in tokens]))
+        x, residual = self.model.forward(token_ids, context)
+        rows = self.platform.from_host(torch.arange(batch.num_tokens))
+        logits = self.platform.to_host(self.model.logits(x, residual, rows, context))
         return dict(zip(new, logits.split([len(tokens) for tokens in new.values()]), strict=True))
 
     def greedy(self, request: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
@@ -100,20 +104,24 @@ class HandRunner:
         rows = np.repeat(np.arange(len(new)), lengths)
         slots = table[rows, positions // self.block_size].astype(np.int64) * self.block_size + positions % self.block_size
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+        def device(array: np.ndarray[Any, Any]) -> Any:
+            return self.platform.from_host(torch.from_numpy(array))
+
         return GroupBatch(
             num_reqs=len(new),
             num_tokens=int(lengths.sum()),
-            query_start_loc=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(seq_lens),
-            num_computed_tokens=torch.from_numpy(computed),
-            positions=torch.from_numpy(positions),
+            query_start_loc=device(starts),
+            seq_lens=device(seq_lens),
+            num_computed_tokens=device(computed),
+            positions=device(positions),
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens.max()),
             num_decodes=int((lengths == 1).sum()),
             decode_query_len=1,
             host=HostBatch(query_start_loc=starts, seq_lens=seq_lens, num_computed_tokens=computed),
-            block_table=torch.from_numpy(table),
-            slot_mapping=torch.from_numpy(slots),
+            block_table=device(table),
+            slot_mapping=device(slots),
         )
 
 
