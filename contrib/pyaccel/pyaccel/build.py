@@ -14,10 +14,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from pyaccel.settings import cache_folder
 
-__all__ = ["BuildError", "built_library", "find_compiler", "library"]
+__all__ = ["BuildError", "Slot", "built_library", "find_compiler", "library"]
+
+Slot: TypeAlias = Literal["PrivateUse1", "HPU"]
+"""The place in torch that the device takes: the one for devices from outside, or the one that torch keeps for HPUs."""
 
 _SOURCES = Path(__file__).parent / "csrc"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared")
@@ -27,21 +31,21 @@ class BuildError(RuntimeError):
     """The library can't be built here; the message says what is missing."""
 
 
-def library() -> Path:
-    """The built library; builds it (some ten seconds) unless this source was built for this torch before."""
-    if (path := built_library()) is not None:
+def library(slot: Slot = "PrivateUse1") -> Path:
+    """The built library; builds it (some ten seconds) unless this source was built for this torch and slot before."""
+    if (path := built_library(slot)) is not None:
         return path
-    path = _library_path()
+    path = _library_path(slot)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_suffix(".lock")):
         if not path.exists():  # another process may just have built it
-            _build(path)
+            _build(path, slot)
     return path
 
 
-def built_library() -> Path | None:
+def built_library(slot: Slot = "PrivateUse1") -> Path | None:
     """The library if it is built already, else None."""
-    path = _library_path()
+    path = _library_path(slot)
     return path if path.exists() else None
 
 
@@ -51,14 +55,14 @@ def find_compiler() -> list[str] | None:
     return next((command for command in wanted if shutil.which(command[0])), None)
 
 
-def _library_path() -> Path:
-    digest = hashlib.sha256(repr((_FLAGS, importlib.metadata.version("torch"))).encode())
+def _library_path(slot: Slot) -> Path:
+    digest = hashlib.sha256(repr((_FLAGS, slot, importlib.metadata.version("torch"))).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return cache_folder() / f"libpyaccel-{digest.hexdigest()[:16]}.so"
 
 
-def _build(path: Path) -> None:
+def _build(path: Path, slot: Slot) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("pyaccel needs a C++ compiler and found none: install g++ or clang++ (C++20), or set CXX")
@@ -67,7 +71,8 @@ def _build(path: Path) -> None:
     descriptor, built = tempfile.mkstemp(dir=path.parent, prefix="building-", suffix=".so")
     os.close(descriptor)
     command = [
-        *compiler, *_FLAGS, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", str(_SOURCES / "library.cpp"),
+        *compiler, *_FLAGS, f"-DPYACCEL_SLOT={slot}", f"-DPYACCEL_AUTOCAST_SLOT=Autocast{slot}",
+        f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", str(_SOURCES / "library.cpp"),
         "-o", built, f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10",
     ]  # fmt: skip
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -59,8 +59,7 @@ class DeviceProperties:
     multi_processor_count: int = 1
 
 
-def _name() -> str:
-    return torch._C._get_privateuse1_backend_name()
+device_type = ""  # the name that the device was installed under
 
 
 def _index(device: Device) -> int:
@@ -82,6 +81,9 @@ def init() -> None:
     """Nothing is left to do once the library is loaded."""
 
 
+_lazy_init = init
+
+
 def is_initialized() -> bool:
     return True
 
@@ -95,29 +97,30 @@ def _is_in_bad_fork() -> bool:
 
 
 def device_count() -> int:
-    return torch._C._accelerator_hooks_device_count()
+    return int(torch.ops.pyaccel.device_count())
 
 
 def current_device() -> int:
-    return torch._C._accelerator_getDeviceIndex()
+    return int(torch.ops.pyaccel.current_device())
 
 
 def set_device(device: Device) -> None:
-    torch._C._accelerator_setDeviceIndex(_index(device))
+    torch.ops.pyaccel.set_device(_index(device))
 
 
 @contextmanager
 def device(device: Device) -> Iterator[None]:
     """Make ``device`` the current one inside."""
-    before = torch._C._accelerator_exchangeDevice(_index(device))
+    before = current_device()
+    set_device(device)
     try:
         yield
     finally:
-        torch._C._accelerator_setDeviceIndex(before)
+        set_device(before)
 
 
 def get_device_name(device: Device = None) -> str:
-    return f"{_name()} test device {_index(device)}"
+    return f"{device_type} test device {_index(device)}"
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
@@ -141,24 +144,26 @@ def is_bf16_supported() -> bool:
 
 def Stream(device: Device = None, priority: int = 0) -> torch.Stream:  # noqa: N802 - a class elsewhere
     """A new stream of ``device``."""
-    return torch.Stream(torch.device(_name(), _index(device)), priority=priority)
+    return torch.Stream(torch.device(device_type, _index(device)), priority=priority)
 
 
 def Event(enable_timing: bool = False, **_: Any) -> torch.Event:  # noqa: N802 - a class elsewhere
     """A new event of the current device."""
-    return torch.Event(torch.device(_name(), current_device()), enable_timing=enable_timing)
+    return torch.Event(torch.device(device_type, current_device()), enable_timing=enable_timing)
 
 
 def current_stream(device: Device = None) -> torch.Stream:
-    return torch.accelerator.current_stream(_index(device))
+    return cast(torch.Stream, torch.ops.pyaccel.current_stream(_index(device)))
 
 
 def default_stream(device: Device = None) -> torch.Stream:
-    return torch.Stream(stream_id=0, device_index=_index(device), device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+    return cast(torch.Stream, torch.ops.pyaccel.default_stream(_index(device)))
 
 
 def set_stream(stream: torch.Stream) -> None:
-    torch.accelerator.set_stream(stream)
+    """Make ``stream`` and its device current."""
+    set_device(stream.device)
+    torch.ops.pyaccel.set_stream(stream)
 
 
 @contextmanager
@@ -167,13 +172,18 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    with stream:
-        yield
+    with device(stream.device):
+        before = current_stream()
+        set_stream(stream)
+        try:
+            yield
+        finally:
+            set_stream(before)
 
 
 def synchronize(device: Device = None) -> None:
     """Wait for every stream of ``device``."""
-    torch._C._accelerator_synchronizeDevice(_index(device))
+    torch.ops.pyaccel.synchronize(_index(device))
 
 
 # ---- memory, in bytes

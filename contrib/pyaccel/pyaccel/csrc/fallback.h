@@ -32,7 +32,7 @@ class HostCall {
   void run() {
     TORCH_CHECK_NOT_IMPLEMENTED(
         schema_.name().starts_with("aten::") || schema_.name().starts_with("prims::"), op_.operator_name(),
-        " has no kernel for ", c10::get_privateuse1_backend());
+        " has no kernel for ", device_name());
     counters().fallback_ops++;
     replace_arguments();
     if (waits()) {
@@ -120,7 +120,10 @@ class HostCall {
       replace_optional_list(value, written);
     } else if (value.isDevice() && value.toDevice().type() == kDeviceType) {
       value = c10::Device(c10::kCPU);
-    } else if (value.isGenerator() && value.toGenerator().device().type() == kDeviceType) {
+    } else if (value.isGenerator()) {
+      TORCH_CHECK(
+          value.toGenerator().device().type() == kDeviceType, schema_.name(), ": expected a generator of ", device(device_),
+          ", found one of ", value.toGenerator().device());
       value = host_generator(value.toGenerator());
       generator_passed_ = true;
     } else if (value.isNone() && *declared.type() == *c10::getTypePtr<std::optional<at::Generator>>()) {

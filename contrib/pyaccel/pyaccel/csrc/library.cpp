@@ -23,7 +23,7 @@ at::Tensor empty(
     std::optional<bool>, std::optional<at::MemoryFormat> format) {
   const auto guard = guard_for(where);
   return at::detail::empty_generic(
-      size, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
+      size, allocator(), c10::DispatchKeySet(kDispatchKey), c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(
@@ -31,7 +31,7 @@ at::Tensor empty_strided(
     std::optional<at::Device> where, std::optional<bool>) {
   const auto guard = guard_for(where);
   return at::detail::empty_strided_generic(
-      size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype));
+      size, stride, allocator(), c10::DispatchKeySet(kDispatchKey), c10::dtype_or_default(dtype));
 }
 
 void wait_for_current_stream(c10::DeviceIndex index) {
@@ -109,7 +109,7 @@ at::Tensor& set_storage(
   impl->set_sizes_and_strides(size, strides, offset);
   const auto needed = at::detail::computeStorageNbytes(size, strides, self.dtype().itemsize(), offset);
   if (self.numel() > 0 && needed > self.storage().nbytes()) {
-    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), needed);
+    resize_storage(self.storage(), needed);
   }
   return self;
 }
@@ -187,12 +187,19 @@ void reset_counters() {
 
 } // namespace
 
-C10_REGISTER_GUARD_IMPL(PrivateUse1, DeviceGuardImpl);
+C10_REGISTER_GUARD_IMPL(PYACCEL_SLOT, DeviceGuardImpl);
 
 TORCH_LIBRARY(pyaccel, m) {
   c10::SetAllocator(kDeviceType, allocator());
-  at::RegisterPrivateUse1HooksInterface(new Hooks());
+  register_hooks();
   m.def("configure", &configure);
+  m.def("device_count", []() -> int64_t { return settings().devices; });
+  m.def("current_device", []() -> int64_t { return current_device(); });
+  m.def("set_device", [](int64_t index) { this_threads_device = checked(index); });
+  m.def("synchronize", [](int64_t index) { DeviceGuardImpl().synchronizeDevice(checked(index)); });
+  m.def("current_stream", [](int64_t index) { return current_stream(checked(index)); });
+  m.def("default_stream", [](int64_t index) { return DeviceGuardImpl().getDefaultStream(device(checked(index))); });
+  m.def("set_stream", [](at::Stream stream) { DeviceGuardImpl().exchangeStream(stream); });
   m.def("memory", &memory_of);
   m.def("set_memory_limit", [](int64_t index, int64_t bytes) { memory(checked(index)).set_limit(bytes); });
   m.def("reset_peak", [](int64_t index) { memory(checked(index)).reset_peak(); });
@@ -214,11 +221,11 @@ TORCH_LIBRARY(pyaccel, m) {
   });
 }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, PYACCEL_SLOT, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+TORCH_LIBRARY_IMPL(aten, PYACCEL_SLOT, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("_copy_from", &copy_from);
@@ -243,7 +250,7 @@ TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
 TORCH_LIBRARY_IMPL(aten, Negative, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
+TORCH_LIBRARY_IMPL(_, PYACCEL_AUTOCAST_SLOT, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
 

@@ -147,7 +147,7 @@ class DeviceMemory {
         return;
       }
     }
-    TORCH_CHECK(false, "no address space for ", at_least, " bytes of ", c10::get_privateuse1_backend(), " memory; raise ulimit -v");
+    TORCH_CHECK(false, "no address space for ", at_least, " bytes of ", device_name(), " memory; raise ulimit -v");
   }
 
   void drop_if_full(Region* region) {
@@ -190,7 +190,7 @@ inline c10::intrusive_ptr<c10::StorageImpl> new_host_storage(size_t bytes) {
 
 inline Block& block_of(const c10::StorageImpl& storage) {
   auto* block = storage.data_ptr().cast_context<Block>(&delete_block);
-  TORCH_CHECK(block != nullptr, "a ", c10::get_privateuse1_backend(), " storage whose memory came from elsewhere");
+  TORCH_CHECK(block != nullptr, "a ", device_name(), " storage whose memory came from elsewhere");
   return *block;
 }
 

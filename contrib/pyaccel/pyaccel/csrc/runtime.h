@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
+#include <ATen/detail/HPUHooksInterface.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 
 #include "streams.h"
@@ -12,7 +13,7 @@ namespace pyaccel {
 // A generator of the device's own state. It draws what a host generator with the same seed draws.
 struct Generator final : c10::GeneratorImpl {
   Generator(c10::DeviceIndex index, at::Generator host)
-      : c10::GeneratorImpl(pyaccel::device(index), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), host(std::move(host)) {}
+      : c10::GeneratorImpl(pyaccel::device(index), c10::DispatchKeySet(kDispatchKey)), host(std::move(host)) {}
 
   void set_current_seed(uint64_t seed) override {
     host.set_current_seed(seed);
@@ -57,7 +58,13 @@ inline const at::Generator& default_generator(c10::DeviceIndex index) {
   return the->at(index);
 }
 
-struct Hooks final : at::PrivateUse1HooksInterface {
+inline void resize_storage(const c10::Storage& storage, size_t bytes) {
+  at::native::resize_bytes_cpu(block_of(*storage.unsafeGetStorageImpl()).host.get(), bytes);
+  follow_host(*storage.unsafeGetStorageImpl());
+}
+
+template <typename Interface>
+struct Hooks final : Interface {
   bool isBuilt() const override {
     return true;
   }
@@ -95,7 +102,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
         return device(i);
       }
     }
-    TORCH_CHECK(false, pointer, " isn't an address of ", c10::get_privateuse1_backend());
+    TORCH_CHECK(false, pointer, " isn't an address of ", device_name());
   }
   bool isPinnedPtr(const void* pointer) const override {
     return PinnedAllocator::owns(pointer);
@@ -103,10 +110,21 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Allocator* getPinnedMemoryAllocator() const override {
     return pinned_allocator();
   }
-  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    at::native::resize_bytes_cpu(block_of(*storage.unsafeGetStorageImpl()).host.get(), bytes);
-    follow_host(*storage.unsafeGetStorageImpl());
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const { // overrides in one of the interfaces
+    resize_storage(storage, bytes);
   }
 };
+
+// The HPU slot's hooks are made by torch, when it first needs them.
+inline void register_hooks() {
+  if constexpr (kDeviceType == c10::DeviceType::PrivateUse1) {
+    at::RegisterPrivateUse1HooksInterface(new Hooks<at::PrivateUse1HooksInterface>());
+  } else {
+    at::HPUHooksRegistry()->Register(
+        "HPUHooks", [](at::HPUHooksArgs) -> std::unique_ptr<at::HPUHooksInterface> {
+          return std::make_unique<Hooks<at::HPUHooksInterface>>();
+        });
+  }
+}
 
 } // namespace pyaccel

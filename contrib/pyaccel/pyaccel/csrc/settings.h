@@ -7,12 +7,24 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKey.h>
 #include <c10/util/Exception.h>
+
+// Torch has one slot for devices from outside, whose name can be chosen, and one for HPUs, whose name can't.
+#ifndef PYACCEL_SLOT
+#define PYACCEL_SLOT PrivateUse1
+#define PYACCEL_AUTOCAST_SLOT AutocastPrivateUse1
+#endif
 
 namespace pyaccel {
 
-constexpr c10::DeviceType kDeviceType = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceType kDeviceType = c10::DeviceType::PYACCEL_SLOT;
+constexpr c10::DispatchKey kDispatchKey = c10::DispatchKey::PYACCEL_SLOT;
 constexpr int kMaxDevices = 16;
+
+inline std::string device_name() {
+  return c10::DeviceTypeName(kDeviceType, /*lower_case=*/true);
+}
 
 // How strict the device is about reads that make the host wait.
 enum Strictness : int64_t {
@@ -52,7 +64,7 @@ inline void host_waits(const std::string& what) {
   counters().synchronisations++;
   TORCH_CHECK(
       settings().strictness < kNoReads || planned_depth > 0,
-      what, " makes the host wait for ", c10::get_privateuse1_backend(),
+      what, " makes the host wait for ", device_name(),
       ", which strict mode forbids; keep the value on the device, or copy it where a copy is planned");
 }
 

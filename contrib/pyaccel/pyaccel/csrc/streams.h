@@ -175,7 +175,7 @@ inline c10::DeviceIndex current_device() {
 
 inline c10::DeviceIndex checked(c10::DeviceIndex index) {
   TORCH_CHECK(
-      index >= 0 && index < settings().devices, "there is no ", c10::get_privateuse1_backend(), ":", int(index), "; there are ",
+      index >= 0 && index < settings().devices, "there is no ", device_name(), ":", int(index), "; there are ",
       settings().devices);
   return index;
 }

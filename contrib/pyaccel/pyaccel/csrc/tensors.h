@@ -22,7 +22,7 @@ inline void copy_geometry(const at::Tensor& from, const at::Tensor& to) {
 // What a kernel of the host computes on in place of a device tensor.
 inline at::Tensor host_alias(const at::Tensor& tensor) {
   TORCH_CHECK(
-      tensor.unsafeGetTensorImpl()->has_storage(), "a ", c10::get_privateuse1_backend(), " tensor without storage (",
+      tensor.unsafeGetTensorImpl()->has_storage(), "a ", device_name(), " tensor without storage (",
       tensor.layout(), ") isn't supported");
   c10::Storage bytes(block_of(*tensor.storage().unsafeGetStorageImpl()).host);
   auto alias = at::detail::make_tensor<c10::TensorImpl>(
@@ -49,7 +49,7 @@ inline c10::Storage adopt_storage(const c10::Storage& made, c10::DeviceIndex ind
 
 inline at::Tensor adopt(const at::Tensor& made, c10::Storage storage) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), made.dtype());
+      std::move(storage), c10::DispatchKeySet(kDispatchKey), made.dtype());
   copy_geometry(made, tensor);
   return tensor;
 }
