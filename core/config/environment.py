@@ -27,6 +27,9 @@ VARIABLES: Mapping[str, Variable] = {
     "OCTAVO_HOOK_BUDGET_MS": Variable(default="5", help="milliseconds that a plugin's hook may take before it is reported"),
 }
 
+TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Torch's own variable: 0 keeps torch from importing vendors' packages when it is imported."""
+
 
 def read(name: str, environ: Mapping[str, str] | None = None) -> str:
     """The value of one of `VARIABLES`, or its default."""
@@ -56,6 +59,16 @@ def debug() -> bool:
 
 def log_level() -> str:
     return read("OCTAVO_LOG_LEVEL").lower()
+
+
+def torch_autoload() -> bool:
+    """Whether torch would import vendors' packages by itself."""
+    return os.environ.get(TORCH_AUTOLOAD, "1") == "1"
+
+
+def disable_torch_autoload() -> None:
+    """For this process and those that it starts."""
+    os.environ[TORCH_AUTOLOAD] = "0"
 
 
 def unknown(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

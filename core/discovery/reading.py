@@ -61,7 +61,11 @@ class _Reader:
         module = entry.target.partition(":")[0]
         path = find_manifest(module)
         if path is None:
-            what = f"no {FILE_NAME} beside or above {module}" if find_package(module) else f"package {module.partition('.')[0]!r} isn't there"
+            what = (
+                f"no {FILE_NAME} beside or above {module}"
+                if find_package(module)
+                else f"package {module.partition('.')[0]!r} isn't there"
+            )
             return f"{what}; reinstall {entry.distribution}"
         manifest = self._manifest(path)
         if isinstance(manifest, str):

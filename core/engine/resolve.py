@@ -7,6 +7,7 @@ proposes may touch an earlier step, which then runs again.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.api.attention import AttentionGroup, CacheBackend
 from octavo.core.api.errors import PluginError, PluginNotFound, SelectionError, UsageError
 from octavo.core.api.manifest import PluginKind
+from octavo.core.api.ops import OPS
 from octavo.core.api.platform import DeviceInfo, Platform
 from octavo.core.config import EngineConfig
 from octavo.core.config.model_spec import ModelSpec
@@ -22,6 +24,7 @@ from octavo.core.discovery import Registry, installed
 from octavo.core.discovery.grouping import attention_groups, resolved
 from octavo.core.discovery.op_selection import OpChoice, select_ops
 from octavo.core.discovery.selection import Choice, Report, refusal, select
+from octavo.core.engine.torch_import import import_torch
 
 if TYPE_CHECKING:
     from octavo.core.api.models import CausalLM
@@ -46,26 +49,53 @@ class Resolved:
 
 def resolve(config: EngineConfig) -> Resolved:
     """Settle every open choice. Raises typed errors; a second call with the result's ``config`` gives the same."""
+    again = _LAST() if _LAST is not None else None
+    if again is not None and again.config == config:
+        return again  # the worker in this process asks after the engine did
     registry = installed()
-    registry.start_probes()  # the answers come while the model's headers are read
     _check_names(config, registry)
     if not config.model.model:
         raise UsageError("no model is given", hint="--model NAME|FOLDER|FILE.gguf; octavo models list shows the catalogue")
+    settled_before = _is_resolved(config)
+    if not settled_before:
+        registry.start_probes()  # the answers come while the model's headers are read
+        import_torch(config, registry)
     from octavo.core.loading import open_model
 
     source = open_model(config.model.model, models=registry.models())
     spec = source.spec
-    registry.probe()
-    _warn_of_broken(registry)
+    if not settled_before:
+        registry.probe()
+        _warn_of_broken(registry)
     model: type[CausalLM] = registry.load("model", spec.model_plugin)
     settled = _settle(_with_context_length(config, spec), registry, model, spec)
-    for proposal in settled.choice.report.proposals:
-        logger.info(proposal)
-    for notice in settled.choice.report.notices:
-        logger.warning(notice)
-    return Resolved(
-        config=settled.config, choice=settled.choice, source=source, spec=spec, groups=settled.groups, ops=settled.ops
+    if not settled_before:
+        _tell(settled.choice.report)
+    return _remember(
+        Resolved(config=settled.config, choice=settled.choice, source=source, spec=spec, groups=settled.groups, ops=settled.ops)
     )
+
+
+_LAST: weakref.ref[Resolved] | None = None
+
+
+def _remember(resolved: Resolved) -> Resolved:
+    """Keep the last result for as long as somebody else holds it."""
+    global _LAST
+    _LAST = weakref.ref(resolved)
+    return resolved
+
+
+def _is_resolved(config: EngineConfig) -> bool:
+    """Whether nothing is open any more: a worker gets such a configuration, and needs neither probes nor notices."""
+    return config.plugins.platform is not None and config.cache.block_size is not None and set(config.plugins.op) == set(OPS)
+
+
+def _tell(report: Report) -> None:
+    for proposal in report.proposals:
+        logger.info(proposal)
+    for notice in report.notices:
+        logger.warning(notice)
 
 
 def _check_names(config: EngineConfig, registry: Registry) -> None:
