@@ -87,7 +87,7 @@ class InlineExecutor:
             return
         try:
             if worker is not None:
-                thread.submit(worker.close).result()
+                _close_on(thread, worker)
         finally:
             thread.shutdown()
             collector.shutdown()
@@ -144,6 +144,16 @@ class InlineExecutor:
             self._failure = error
             future.set_exception(error)
             return None
+
+
+def _close_on(thread: ThreadPoolExecutor, worker: Worker) -> None:
+    """Close the worker on its thread; at interpreter exit pools have ended their threads already, and nobody else is on it."""
+    try:
+        closed = thread.submit(worker.close)
+    except RuntimeError:
+        worker.close()
+    else:
+        closed.result()
 
 
 def _typed(what: str, action: Callable[[], _T]) -> _T:

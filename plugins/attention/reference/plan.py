@@ -135,7 +135,7 @@ class _Upload:
 
     def send(self, platform: Platform) -> None:
         if self._arrays:
-            self._device = platform.from_host(torch.from_numpy(np.concatenate(self._arrays)))
+            self._device = platform.from_host(torch.from_numpy(np.concatenate(self._arrays)), non_blocking=True)
 
     def get(self, place: slice) -> Tensor:
         assert self._device is not None

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <vector>
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -141,6 +142,8 @@ class Streams {
   }
 
   static void finish_first(Queue& queue) {
+    // Whoever waits may have left the inference mode that the copy was issued in.
+    const at::AutoDispatchBelowADInplaceOrView below;
     const PendingCopy copy = std::move(queue.copies.front());
     queue.copies.pop_front();
     queue.bytes -= copy.values.nbytes();
