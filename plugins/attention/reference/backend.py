@@ -89,7 +89,10 @@ class ReferenceAttention(AttentionBackend):
         weights, lse = _softmax(scores, sinks, every_query_sees=spec.causal and not with_lse)
         mixed = torch.matmul(weights.view(rows, kv_heads, shared * length, -1), values.masked_fill_(part.dead, 0.0))
         mixed = mixed.view(rows, kv_heads, shared, length, spec.head_dim_v).permute(0, 3, 1, 2, 4)
-        mixed = mixed.reshape(rows * length, spec.num_heads, spec.head_dim_v) * (layer.v_scale if "v" in kv else layer.k_scale)
+        mixed = mixed.reshape(rows * length, spec.num_heads, spec.head_dim_v)
+        value_scale = layer.v_scale if "v" in kv else layer.k_scale
+        if value_scale != 1.0:
+            mixed = mixed * value_scale
         if lse is not None:
             lse = lse.permute(0, 3, 1, 2, 4).reshape(rows * length, spec.num_heads)
         return mixed, lse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,6 +117,40 @@ def test_a_linear_override_holds_every_weight() -> None:
     got = run(Ops({"linear": impl}, platform=PLATFORM))
     assert impl.prepared == 2 * 4 + 1
     torch.testing.assert_close(got, run(Ops(platform=PLATFORM)))
+
+
+def test_a_layer_that_shares_a_cache_brings_no_k_and_v() -> None:
+    ops = Ops(platform=PLATFORM)
+    seen: list[Any] = []
+
+    def attend(layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor) -> Tensor:
+        seen.extend((k, v))
+        return q
+
+    params = replace(
+        layer_of(ops).attention, qkv=linear(ops, HEADS * HEAD_DIM, HIDDEN, 2), shared_kv=True, k_norm=None, cos_sin=None
+    )
+    step = SimpleNamespace(ops=ops, positions=torch.arange(5), attend=attend)
+    x, residual = ops.attention_block(torch.ones(5, HIDDEN), None, params, step)
+    assert seen == [None, None]
+    assert x.shape == residual.shape == (5, HIDDEN)
+
+
+def test_a_soft_cap_bounds_the_logits() -> None:
+    ops = Ops(platform=PLATFORM)
+    x = 9 * torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1))
+    plain, capped = (
+        ops.lm_head(
+            x,
+            None,
+            LmHead(norm=norm(HIDDEN, 1), projection=linear(ops, VOCAB, HIDDEN, 2), soft_cap=cap),
+            torch.tensor([2]),
+            step_of(ops),
+        )
+        for cap in (None, 1.5)
+    )
+    assert plain.abs().max() > 3
+    torch.testing.assert_close(capped, 1.5 * torch.tanh(plain / 1.5))
 
 
 def test_every_op_has_a_default() -> None:
