@@ -70,8 +70,10 @@ def build_tokenizer(metadata: Mapping[str, Any], *, vocab_size: int, where: str,
     if types is None:
         types = np.full(len(tokens), _NORMAL, np.int32)
     byte_level = fields.text("tokenizer.ggml.model") == "gpt2"
+    if not byte_level:
+        tokens = _with_spaces_as_matched(fields, tokens, types)
     raw = _byte_level_bpe(fields, tokens) if byte_level else _sentencepiece_bpe(fields, tokens, types)
-    controls = _add_whole_tokens(raw, tokens, types, byte_level=byte_level)
+    controls = _add_whole_tokens(raw, tokens, types)
     bos = _special_id(fields, "bos")
     eos = end_tokens(fields, tokens, types)
     _add_ends(raw, fields, tokens, bos=bos, eos=eos[0] if eos else None, add_bos_default=not byte_level)
@@ -141,14 +143,25 @@ def _tokenizer(fields: Fields, tokens: list[str], merges: list[Any], **options: 
         return tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
 
 
-def _add_whole_tokens(
-    raw: tokenizers.Tokenizer, tokens: list[str], types: np.ndarray[Any, Any], *, byte_level: bool
-) -> list[int]:
+def _with_spaces_as_matched(fields: Fields, tokens: list[str], types: np.ndarray[Any, Any]) -> list[str]:
+    """User-defined tokens with their spaces written as the text has them when it is searched for them.
+
+    SentencePiece searches the normalised text, where a space is "▁". So do we, unless every text gets a "▁" in front: the
+    library would put one before the token too. Files spell such tokens either way.
+    """
+    old, new = (_SPACE, " ") if fields.boolean("tokenizer.ggml.add_space_prefix", True) else (" ", _SPACE)
+    tokens = list(tokens)
+    for index in np.flatnonzero(types == _USER_DEFINED).tolist():
+        tokens[index] = tokens[index].replace(old, new)
+    return tokens
+
+
+def _add_whole_tokens(raw: tokenizers.Tokenizer, tokens: list[str], types: np.ndarray[Any, Any]) -> list[int]:
     """Makes control and user-defined tokens match whole, before anything is cut. Returns the ids of the control tokens."""
     controls = np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN)).tolist()
     raw.add_special_tokens([AddedToken(tokens[index], normalized=False, special=True) for index in controls if tokens[index]])
     users = np.flatnonzero(types == _USER_DEFINED).tolist()
-    raw.add_tokens([AddedToken(tokens[index], normalized=False) for index in users if tokens[index]])
+    raw.add_tokens([AddedToken(text, normalized=_SPACE in text) for index in users if (text := tokens[index])])
     return controls
 
 
