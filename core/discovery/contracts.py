@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from types import new_class
 from typing import Any
 
 from octavo.core.api.errors import PluginUnavailable
+from octavo.core.discovery import lint
 from octavo.core.discovery.registry import LABELS, PluginEntry
+
+logger = logging.getLogger("octavo")
 
 
 def hold_to_contract(entry: PluginEntry, target: Any) -> Any:
@@ -16,6 +20,7 @@ def hold_to_contract(entry: PluginEntry, target: Any) -> Any:
     base = _base(entry)
     if base is not None:
         _require_subclass(entry, target, base)
+        _lint(entry, target, base)
     if entry.kind == "platform":
         return _with(target, name=entry.name)
     if entry.kind == "attention":
@@ -27,41 +32,41 @@ def hold_to_contract(entry: PluginEntry, target: Any) -> Any:
 
 def _base(entry: PluginEntry) -> type[Any] | None:
     """The class that plugins of this kind derive from; None where the protocol is a structural one."""
-    bases: dict[str, Callable[[], type[Any]]] = {
+    bases: dict[str, Callable[[PluginEntry], type[Any]]] = {
         "platform": _platform,
         "attention": _attention,
         "model": _model,
         "scheduling_policy": _policy,
         "proposer": _proposer,
     }
-    return bases[entry.kind]() if entry.kind in bases else None
+    return bases[entry.kind](entry) if entry.kind in bases else None
 
 
-def _platform() -> type[Any]:
+def _platform(_: PluginEntry) -> type[Any]:
     from octavo.core.api.platform import Platform
 
     return Platform
 
 
-def _attention() -> type[Any]:
-    from octavo.core.api.attention import CacheBackend
+def _attention(entry: PluginEntry) -> type[Any]:
+    from octavo.core.api.attention import AttentionBackend, CacheBackend
 
-    return CacheBackend
+    return CacheBackend if set(entry.table.kinds) == {"recurrent"} else AttentionBackend
 
 
-def _model() -> type[Any]:
+def _model(_: PluginEntry) -> type[Any]:
     from octavo.core.api.models import CausalLM
 
     return CausalLM
 
 
-def _policy() -> type[Any]:
+def _policy(_: PluginEntry) -> type[Any]:
     from octavo.core.api.scheduling import SchedulingPolicy
 
     return SchedulingPolicy
 
 
-def _proposer() -> type[Any]:
+def _proposer(_: PluginEntry) -> type[Any]:
     from octavo.core.api.scheduling import Proposer
 
     return Proposer
@@ -73,6 +78,17 @@ def _require_subclass(entry: PluginEntry, target: Any, base: type[Any]) -> None:
     if inspect.isabstract(target):
         missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
         raise PluginUnavailable(f"{entry.target} lacks required methods of {base.__name__}: {missing}")
+
+
+def _lint(entry: PluginEntry, target: type[Any], base: type[Any]) -> None:
+    """Refuse what would fail in use; say once what has no effect."""
+    problems = lint.errors(target, base)
+    if problems:
+        raise PluginUnavailable("; ".join(problems))
+    found = lint.warnings(target, base, entry.table)
+    if found:
+        entry.warning = "; ".join(found)
+        logger.warning("%s %r (%s): %s", LABELS[entry.kind], entry.name, entry.origin, entry.warning)
 
 
 def _with(cls: type[Any], **attributes: Any) -> type[Any]:

@@ -17,7 +17,7 @@ from octavo.core.api.ops import COMPOSITES, OPS
 from octavo.core.config import EngineConfig
 from octavo.core.discovery.attention_selection import ANY_PLATFORM
 from octavo.core.discovery.capability import Asked, applies, describe
-from octavo.core.discovery.registry import PluginEntry, Registry, unavailable
+from octavo.core.discovery.registry import PluginEntry, Registry, is_on, unavailable
 from octavo.core.discovery.report import Candidate, Report, state_reasons
 
 DEFAULT = "default"
@@ -75,10 +75,7 @@ class _Request:
         return f"dtype {self.config.model.dtype}, platform {self.platform.name}, arch {self.arch or 'unknown'}"
 
     def on(self, entry: PluginEntry) -> bool:
-        """Whether the operator, or its own manifest, turns the plugin on."""
-        enabled = self.config.plugins.plugin
-        manifest = entry.manifest
-        return entry.name in enabled or (manifest is not None and (manifest.name in enabled or manifest.autoload))
+        return is_on(entry, self.config.plugins.plugin)
 
 
 def select_ops(

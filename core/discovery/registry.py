@@ -152,6 +152,13 @@ def unavailable(entry: PluginEntry) -> PluginUnavailable:
     )
 
 
+def is_on(entry: PluginEntry, enabled: Sequence[str]) -> bool:
+    """Whether the operator named the plugin with ``--plugin``, or its manifest turns it on."""
+    manifest = entry.manifest
+    named = entry.name in enabled or (manifest is not None and manifest.name in enabled)
+    return named or (manifest is not None and manifest.autoload and entry.usable)
+
+
 def _settle(entry: PluginEntry, outcome: ProbeOutcome) -> None:
     """Turn a probe's outcome into the entry's state."""
     result = outcome.result

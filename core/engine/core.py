@@ -140,9 +140,10 @@ class EngineCore:
 def start_core(config: EngineConfig, *, hooks: Any = None) -> EngineCore:
     """Start workers for a resolved configuration. Raises typed errors; nothing is left behind then."""
     from octavo.core.discovery import installed
+    from octavo.core.discovery.hooks import Hooks
 
     started_s = time.perf_counter()
-    hooks = hooks or NoHooks()
+    hooks = (Hooks.load(installed(), config) if hooks is None else hooks) or NoHooks()
     hooks.call("octavo_configure", config=config)
     executor: Executor = installed().load("executor", config.plugins.executor)()
     try:
