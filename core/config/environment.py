@@ -37,6 +37,11 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> str:
     return value or VARIABLES[name].default
 
 
+def given() -> Mapping[str, str]:
+    """Those of `VARIABLES` that are set."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
 def cache_dir() -> Path:
     """The folder of pulled models."""
     return Path(read("OCTAVO_CACHE_DIR")).expanduser()

@@ -175,3 +175,11 @@ def json_schema() -> dict[str, Any]:
         "required": ["plugin"],
         "additionalProperties": False,
     }
+
+
+if __name__ == "__main__":
+    import json
+    import sys
+
+    json.dump(json_schema(), sys.stdout, indent=2)
+    sys.stdout.write("\n")
