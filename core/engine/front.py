@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +67,14 @@ def open_front(config: EngineConfig) -> Front:
 
     resolved = resolve(config)
     source = resolved.source
-    tokenizer = source.tokenizer()
-    core = start_core(resolved.config)
+    with ThreadPoolExecutor(1, thread_name_prefix="octavo-tokenizer") as pool:
+        building = pool.submit(source.tokenizer)  # while the weights are read
+        core = start_core(resolved.config)
+    try:
+        tokenizer = building.result()
+    except BaseException:
+        core.shutdown()
+        raise
     max_model_len = resolved.config.model.max_model_len
     assert max_model_len is not None
     eos_token_ids = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *source.generation.eos_token_ids)))

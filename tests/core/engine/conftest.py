@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
 from octavo.core.api.errors import WorkerDied
 from octavo.core.api.executor import ExecutorInfo, WorkerMethod
 from octavo.core.api.kv_cache import FullAttention, KVGroupInfo
@@ -21,8 +24,6 @@ from octavo.core.engine.detokenizer import TokenBytes
 from octavo.core.engine.front import Front
 from octavo.core.engine.output import OutputProcessor
 from octavo.core.engine.requests import RequestMaker
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+
 from octavo.core.api.errors import EngineError, RequestAborted, UsageError
 from octavo.core.api.sampling import SamplingParams
 from octavo.core.engine.async_llm import AsyncLLM

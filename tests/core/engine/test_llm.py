@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from octavo.core.api.errors import EngineError, UsageError, WorkerDied
 from octavo.core.api.executor import WorkerMethod
 from octavo.core.api.sampling import SamplingParams

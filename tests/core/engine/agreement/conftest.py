@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from octavo import LLM
 from octavo.core.loading.catalogue import find
 
@@ -103,6 +104,8 @@ def small_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:  # transformers starts them at a constant, where a mistake wouldn't show
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        if config.tie_word_embeddings:  # or each token would be its own likeliest successor
+            model.get_input_embeddings().weight.mul_(0.2)
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
     save_tokenizer(folder, byte_tokenizer)
@@ -111,7 +114,9 @@ def small_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 def save_tokenizer(folder: Path, tokenizer: Any) -> None:
     tokenizer.raw.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
 
 
 @pytest.fixture(scope="session")

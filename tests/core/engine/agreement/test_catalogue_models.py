@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from octavo import LLM, RequestOutput, SamplingParams
 
 pytestmark = pytest.mark.model
