@@ -128,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``octavo`` with ``argv`` (default: the process's); the exit code. Never raises but for what ends the process."""
     try:
         _prepare()
-        result = octavo.main(args=None if argv is None else list(argv), prog_name="octavo", standalone_mode=False)
+        with octavo.make_context("octavo", list(sys.argv[1:] if argv is None else argv)) as context:
+            result = octavo.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as ended:
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OctavoError as error:
         return _end(f"error: {error}", error.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what reads our output is gone: nothing more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what read our output is gone: nothing more to say
         return 1
     except MemoryError:
         return _end("error: the host has too little memory", 4)
