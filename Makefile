@@ -14,7 +14,9 @@ SEED := $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || ech
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OCTAVO_TEST_SEED := $(SEED)
 
-.PHONY: demo test lint types unit prove certify models env clean
+JAX    := $(VENV)-jax
+
+.PHONY: jax demo test lint types unit prove certify models env clean
 
 demo: models
 	$(BIN)/octavo generate --model smollm2 --prompt "What is the capital of France?" --temperature 0 --max-tokens 64
@@ -27,6 +29,15 @@ $(VENV)/.ready: pyproject.toml setup.py constraints.txt contrib/pyaccel/pyprojec
 	$(BIN)/pip install -q -c constraints.txt torch numpy
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --no-deps -e contrib/pyaccel
+	touch $@
+
+# JAX in an environment of its own, on top of the first one's packages, for tests/contrib/test_jax_reference.py.
+jax: $(JAX)/.ready
+
+$(JAX)/.ready: $(VENV)/.ready contrib/jax_reference/pyproject.toml contrib/jax_reference/base_packages.py
+	$(BIN)/python -m venv $(JAX)
+	$(JAX)/bin/python contrib/jax_reference/base_packages.py $(VENV)
+	$(JAX)/bin/pip install -q -c constraints.txt -e contrib/jax_reference
 	touch $@
 
 models: env
@@ -42,7 +53,7 @@ lint: env
 types: env
 	$(BIN)/mypy -p octavo
 
-unit: models
+unit: models jax
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not prove and not certify" \
 	  --cov=octavo.core --cov-report=term:skip-covered --cov-fail-under=90
 
@@ -53,4 +64,4 @@ certify: models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m certify --long
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage
+	rm -rf $(VENV) $(JAX) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage

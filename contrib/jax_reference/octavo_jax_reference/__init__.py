@@ -1,0 +1,1 @@
+"""A JAX platform and attention backend for Octavo. Imports only `octavo.api`."""
