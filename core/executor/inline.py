@@ -61,9 +61,11 @@ class InlineExecutor:
 
     def execute(self, step: StepPlan) -> Future[StepResult]:
         """Submit a step. Its future fails with a typed error; after one failure, so does every later step."""
-        thread = self._running()
+        thread, worker, collector = self._running(), self._worker, self._collector
+        assert worker is not None, "a running executor has its worker"
+        assert collector is not None, "a running executor has both threads"
         future: Future[StepResult] = Future()
-        thread.submit(self._run, step, future)
+        thread.submit(self._run, worker, collector, step, future)
         return future
 
     def call(self, method: WorkerMethod, **kwargs: Any) -> list[Any]:
@@ -73,13 +75,14 @@ class InlineExecutor:
         return [thread.submit(_typed, method.value, lambda: worker.call(method, **kwargs)).result()]
 
     def check_health(self) -> None:
-        """The worker lives as long as this process; a step that failed is reported here too."""
+        """The worker lives as long as this process; what ended it (a failed step, a shutdown) is raised here too."""
         if self._failure is not None:
             raise self._failure
 
     def shutdown(self) -> None:
-        """Let the steps that were submitted end, close the worker and end its threads."""
+        """Let the step that runs end, fail those that wait, close the worker and end its threads."""
         with self._lock:
+            self._failure = self._failure or EngineError("the executor has been shut down")
             thread, self._thread = self._thread, None
             collector, self._collector = self._collector, None
             worker, self._worker = self._worker, None
@@ -112,15 +115,13 @@ class InlineExecutor:
             attention=info.attention,
         )
 
-    def _run(self, step: StepPlan, future: Future[StepResult]) -> None:
+    def _run(self, worker: Worker, collector: ThreadPoolExecutor, step: StepPlan, future: Future[StepResult]) -> None:
         """On the worker's thread."""
         if self._failure is not None:
-            future.set_exception(EngineError(f"step {step.step} wasn't run: an earlier step failed"))
+            future.set_exception(EngineError(f"step {step.step} wasn't run: {self._failure.message}"))
             return
-        worker, collector = self._worker, self._collector
-        assert worker is not None, "steps are submitted to a running executor"
         what = f"step {step.step}"
-        if isinstance(worker, PipelinedWorker) and collector is not None:
+        if isinstance(worker, PipelinedWorker):
             launched = self._settle(future, what, lambda: worker.launch(step))
             if launched is None:
                 return

@@ -108,6 +108,8 @@ class MultiprocessExecutor:
             return
         atexit.unregister(self.shutdown)
         self._fail(EngineError("the executor has been shut down"))
+        if isinstance(self._failure, WorkerDied):
+            process.kill()  # it ended, or doesn't answer: asking it is of no use
         with suppress(OSError):  # it may be gone already
             channel.send(Stop())
         _end(process)
