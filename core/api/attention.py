@@ -22,6 +22,8 @@ from octavo.core.api.platform import Array, Platform
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from octavo.core.api.kv_cache import KVSpec
+
 __all__ = [
     "DTYPE_BYTES",
     "AttentionBackend",
@@ -204,6 +206,13 @@ class CacheBackend(ABC):
     @abstractmethod
     def kv_format(self) -> KVFormat:
         """The cache of one layer of this group."""
+
+    def kv_spec(self, bytes_per_block: int) -> KVSpec | None:
+        """What the group's cache is to the KV manager; ``bytes_per_block`` counts all layers of its KV group.
+
+        Default: None, core derives it from the attention spec. A backend whose cache lives otherwise gives a `CustomSpec`.
+        """
+        return None
 
     def allocate_kv(self, num_units: int) -> Sequence[KVBuffers]:
         """Zeroed caches, one for each layer of the group that doesn't share another's. Default: the platform's zeros."""

@@ -21,6 +21,7 @@ __all__ = [
     "MLA",
     "NULL_BLOCK",
     "AnyKVSpec",
+    "CustomSpec",
     "FullAttention",
     "KVGroupInfo",
     "KVManager",
@@ -62,7 +63,19 @@ class RecurrentState(KVSpec, frozen=True, kw_only=True):
     """
 
 
-AnyKVSpec: TypeAlias = FullAttention | SlidingWindow | MLA | RecurrentState
+class CustomSpec(KVSpec, frozen=True, kw_only=True):
+    """A spec that core doesn't know. `CacheBackend.kv_spec` gives it, and a `kv_manager` plugin keeps the tables.
+
+    ``kind`` is the word that the manager's manifest lists in ``specs``; ``parameters`` reach the manager unread.
+    """
+
+    kind: str
+    manager: str  # name of the `kv_manager` plugin
+    parameters: dict[str, int] = {}
+    kept_tokens: int | None = None  # the most tokens behind a step's first one that it still needs; None = all of them
+
+
+AnyKVSpec: TypeAlias = FullAttention | SlidingWindow | MLA | RecurrentState | CustomSpec
 
 
 class KVGroupInfo(msgspec.Struct, frozen=True, kw_only=True):

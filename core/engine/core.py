@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from octavo.core.api.errors import EngineError, OctavoError, UsageError
+from octavo.core.api.errors import EngineError, OctavoError, PluginError, UsageError
 from octavo.core.api.executor import Executor, ExecutorInfo, WorkerMethod
+from octavo.core.api.kv_cache import CustomSpec, KVManager
 from octavo.core.api.scheduling import FinishedRequest, FinishReason, Request, SchedulerStats, StepOutput, StepResult
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
+    from octavo.core.discovery import Registry
     from octavo.core.scheduling import Scheduler
 
 __all__ = ["EngineCore", "NoHooks", "assemble_core", "start_core"]
@@ -179,7 +181,7 @@ def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, 
         max_model_len=max_model_len,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         prefix_hash=config.cache.prefix_hash,
-        managers={name: registry.load("kv_manager", name) for group in info.kv if (name := group.manager) is not None},
+        managers=_kv_managers(registry, info),
     )
     proposer = config.scheduler.speculative
     scheduler = Scheduler(
@@ -193,6 +195,24 @@ def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, 
     return EngineCore(
         config=config, scheduler=scheduler, executor=executor, info=info, max_in_flight=max_in_flight, hooks=hooks
     )
+
+
+def _kv_managers(registry: Registry, info: ExecutorInfo) -> Mapping[str, type[KVManager]]:
+    """The KV managers that groups name. Raises `PluginError` for one whose manifest doesn't list the group's spec."""
+    managers = {}
+    for group in info.kv:
+        if group.manager is None:
+            continue
+        kind = group.spec.kind if isinstance(group.spec, CustomSpec) else type(group.spec).__name__
+        entry = registry.find("kv_manager", group.manager)
+        if entry.table is not None and kind not in entry.table.specs:
+            raise PluginError(
+                f"KV manager {entry.name!r} ({entry.origin}) doesn't manage {kind}; its manifest lists "
+                f"{', '.join(entry.table.specs) or 'no specs'}",
+                hint="the attention backend names it: report this to its vendor",
+            )
+        managers[group.manager] = registry.load("kv_manager", group.manager)
+    return managers
 
 
 def _max_in_flight(config: EngineConfig, info: ExecutorInfo) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from octavo.core.api.attention import AttentionBackend, AttentionGroup, LayerParams
 from octavo.core.api.errors import OutOfMemory, Unsupported
-from octavo.core.api.kv_cache import MLA, AnyKVSpec, FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
+from octavo.core.api.kv_cache import MLA, AnyKVSpec, CustomSpec, FullAttention, KVGroupInfo, KVSpec, RecurrentState, SlidingWindow
 from octavo.core.api.platform import MemoryInfo
 from octavo.core.config import EngineConfig
 from octavo.core.config.model_spec import ModelSpec
@@ -42,6 +42,9 @@ def _kv_spec(members: Sequence[tuple[AttentionGroup, AttentionBackend]], params:
         backend.kv_format().bytes_per_unit * sum(params[index].kv_source_layer is None for index in group.layers)
         for group, backend in members
     )
+    own = [backend.kv_spec(size_bytes) for _, backend in members]
+    if any(spec is not None for spec in own):
+        return _own_spec(first, own)
     size = first.block_size
     if units == {"request"}:
         return RecurrentState(block_size=size, bytes_per_block=size_bytes)
@@ -50,6 +53,17 @@ def _kv_spec(members: Sequence[tuple[AttentionGroup, AttentionBackend]], params:
     if first.spec.window is not None:
         return SlidingWindow(block_size=size, bytes_per_block=size_bytes, window=first.spec.window)
     return FullAttention(block_size=size, bytes_per_block=size_bytes)
+
+
+def _own_spec(first: AttentionGroup, own: Sequence[KVSpec | None]) -> AnyKVSpec:
+    """The spec that the backends of a KV group give themselves, all the same one."""
+    spec = own[0]
+    if not isinstance(spec, AnyKVSpec) or any(other != spec for other in own):
+        raise Unsupported(
+            f"the backends of KV group {first.kv_group} ({first.name}, …) give {own} as its KV spec",
+            hint="all must give the same one of octavo.api.kv_cache's: report this to their vendor",
+        )
+    return spec
 
 
 def activation_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int) -> int:
@@ -132,6 +146,8 @@ def _need(spec: AnyKVSpec, config: EngineConfig, length: int) -> _Need:
     elif isinstance(spec, SlidingWindow):
         # A chunk's first query sees a window before it, and neither end falls on a block's edge.
         one = min(whole, -(-(spec.window + scheduler.max_num_batched_tokens) // spec.block_size) + 1)
+    elif isinstance(spec, CustomSpec) and spec.kept_tokens is not None:
+        one = min(whole, -(-(spec.kept_tokens + scheduler.max_num_batched_tokens) // spec.block_size) + 1)
     else:
         one = whole
     if config.cache.enable_prefix_caching and not isinstance(spec, SlidingWindow):
@@ -144,7 +160,8 @@ def _least_bytes(specs: Sequence[AnyKVSpec], config: EngineConfig, length: int) 
 
 
 def _info(number: int, spec: AnyKVSpec, num_blocks: int) -> KVGroupInfo:
-    return KVGroupInfo(spec=spec, num_blocks=num_blocks, pool_id=number)
+    manager = spec.manager if isinstance(spec, CustomSpec) else None
+    return KVGroupInfo(spec=spec, num_blocks=num_blocks, pool_id=number, manager=manager)
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:

@@ -1,2 +1,5 @@
 from octavo.core.api.models import *
-from octavo.core.api.models import __all__ as __all__
+from octavo.core.api.models import __all__ as _all
+from octavo.core.config.model_spec import ModelSpec, RopeSpec
+
+__all__ = ["ModelSpec", "RopeSpec", *_all]

@@ -1,2 +1,5 @@
 from octavo.core.api.scheduling import *
-from octavo.core.api.scheduling import __all__ as __all__
+from octavo.core.api.scheduling import __all__ as _all
+from octavo.core.scheduling.state import RequestView
+
+__all__ = ["RequestView", *_all]
