@@ -124,8 +124,9 @@ class Platform(ABC):
         from octavo.core.layers.dtypes import torch_dtype
 
         probe = torch.empty(0)
-        if self.from_host(probe) is not probe:
-            return torch.zeros(tuple(shape), dtype=torch_dtype(dtype), device=self.device_type)
+        moved = self.from_host(probe)
+        if moved is not probe:  # a thread's current device needn't be the bound one
+            return torch.zeros(tuple(shape), dtype=torch_dtype(dtype), device=moved.device)
         return _untouched_zeros(shape, torch_dtype(dtype))
 
     def fetch(self, array: Array) -> Callable[[], Tensor]:

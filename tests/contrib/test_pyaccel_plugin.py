@@ -92,10 +92,15 @@ def test_binding_chooses_the_device_of_everything_after(platform: Platform) -> N
 
 def test_other_threads_reach_the_bound_device_too(platform: Platform) -> None:
     found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(platform.from_host(torch.ones(2))))
+
+    def make() -> None:
+        assert torch.pyaccel.current_device() == 0
+        found.extend((platform.from_host(torch.ones(2)), platform.zeros((2,), "float32")))
+
+    thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert found[0].device.index == 1
+    assert [tensor.device.index for tensor in found] == [1, 1]
 
 
 def test_binding_a_device_that_is_not_there_is_a_usage_error(platform: Platform) -> None:
