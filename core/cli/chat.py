@@ -9,7 +9,7 @@ import click
 
 from octavo.core.api.errors import UsageError
 from octavo.core.cli.engine_options import config_from, engine_options
-from octavo.core.cli.sampling_options import sampling_options, take_sampling, with_sampling
+from octavo.core.cli.sampling_options import model_defaults, sampling_options, take_sampling, with_sampling
 
 if TYPE_CHECKING:
     from octavo.core.api.sampling import SamplingParams
@@ -32,7 +32,7 @@ def command(system: str | None, **options: Any) -> None:
         if llm.front.source.chat_template is None:
             raise UsageError(f"{config.model.model} has no chat template", hint="use `octavo generate --raw`")
         click.echo(HELP, err=True)
-        Conversation(llm, with_sampling(llm.get_default_sampling_params(), sampling), system).run()
+        Conversation(llm, with_sampling(model_defaults(llm), sampling), system).run()
 
 
 class Conversation:

@@ -11,7 +11,7 @@ import click
 
 from octavo.core.api.errors import UsageError
 from octavo.core.cli.engine_options import config_from, engine_options
-from octavo.core.cli.sampling_options import sampling_options, take_sampling, with_sampling
+from octavo.core.cli.sampling_options import model_defaults, sampling_options, take_sampling, with_sampling
 
 if TYPE_CHECKING:
     from octavo.core.engine.llm import LLM
@@ -60,7 +60,7 @@ def command(
     with LLM.from_config(config) as llm:
         startup_s = time.perf_counter() - started_s
         made = prompt_for(llm, text, system=system, raw=raw)
-        params = with_sampling(llm.get_default_sampling_params(), sampling)
+        params = with_sampling(model_defaults(llm), sampling)
         result = None
         shown = 0
         for result in llm.stream(made, params):

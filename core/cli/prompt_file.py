@@ -15,7 +15,7 @@ import click
 
 from octavo.core.api.errors import UsageError
 from octavo.core.api.sampling import SamplingParams
-from octavo.core.cli.sampling_options import with_sampling
+from octavo.core.cli.sampling_options import model_defaults, with_sampling
 from octavo.core.config.suggest import nearest
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def answer_file(
 
         with LLM.from_config(config) as llm:
             startup_s = time.perf_counter() - started_s
-            defaults = with_sampling(llm.get_default_sampling_params(), sampling)
+            defaults = with_sampling(model_defaults(llm), sampling)
             params = [_params(defaults, line) for line in lines]
             prompts = [_prompt(llm, line, one, raw=raw) for line, one in zip(lines, params, strict=True)]
             begun_s = time.perf_counter()
@@ -133,7 +133,8 @@ def _sampling(where: str, sampling: Any) -> Mapping[str, Any]:
         SamplingParams(**{"max_tokens": None, **sampling})
     except (UsageError, TypeError) as error:
         raise UsageError(f"{where}: {error}") from error
-    return sampling
+    checked: Mapping[str, Any] = sampling
+    return checked
 
 
 def _params(defaults: SamplingParams, line: Line) -> SamplingParams:

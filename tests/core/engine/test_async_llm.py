@@ -37,11 +37,7 @@ def params(max_tokens: int = 10, **more: Any) -> SamplingParams:
 
 
 async def last(llm: AsyncLLM, prompt: Any, sampling: SamplingParams, request_id: str) -> RequestOutput:
-    output = None
-    async for output in llm.generate(prompt, sampling, request_id):
-        pass
-    assert output is not None
-    return output
+    return [output async for output in llm.generate(prompt, sampling, request_id)][-1]
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -66,7 +66,8 @@ class Reference:
     """A transformers model."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model.float().eval()
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        self.model = model.eval()
 
     @torch.inference_mode()
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
