@@ -172,10 +172,8 @@ class KVManager(ABC):
         """Start an empty slot with what `match` found (one more reference to each block)."""
 
     @abstractmethod
-    def commit(self, slot: int, keys: Sequence[bytes], first: int, last: int) -> None:
-        """Blocks ``first`` … ``last`` - 1 of the sequence are full and computed: they can be found under their keys from now
-        on.
-        """
+    def commit(self, slots: NDArray[np.int32], columns: NDArray[np.int32], keys: Sequence[bytes]) -> None:
+        """The sequence in ``slots[i]`` has filled block ``columns[i]``: it can be found under ``keys[i]`` from now on."""
 
     @abstractmethod
     def fork(self, parent: int, child: int, num_tokens: int, changes: TableChanges) -> None:

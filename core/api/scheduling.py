@@ -62,6 +62,7 @@ class Request(msgspec.Struct, kw_only=True):
     cache_salt: str | None = None  # requests share cached prefixes only under one salt
     extra_keys: Any = None  # reserved for LoRA and multimodal content: hashed with every block
     index: int = 0
+    stepwise: bool = False  # after each token a completion waits for `Scheduler.fork` or `advance` (beam search)
 
 
 class NewRequest(msgspec.Struct, kw_only=True):

@@ -76,8 +76,8 @@ class FullAttentionManager(KVManager):
         self.table[slot, : len(hit)] = hit
         self.num_columns[slot] = len(hit)
 
-    def commit(self, slot: int, keys: Sequence[bytes], first: int, last: int) -> None:
-        self.pool.register(self.index, keys[first:last], self.table[slot, first:last])
+    def commit(self, slots: IntArray, columns: IntArray, keys: Sequence[bytes]) -> None:
+        self.pool.register(self.index, keys, self.table[slots, columns])
 
     def fork(self, parent: int, child: int, num_tokens: int, changes: TableChanges) -> None:
         shared = self.table[parent, : -(-num_tokens // self.block_size)]

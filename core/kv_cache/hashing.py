@@ -5,10 +5,11 @@ block.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import xxhash
 
 from octavo.core.api.errors import UsageError
@@ -44,6 +45,24 @@ class PrefixHasher:
             raise UsageError(f"unknown prefix hash {algorithm!r}; choose one of {', '.join(sorted(ALGORITHMS))}")
         self.block_size = block_size
         self._hash = ALGORITHMS[algorithm]
+
+    def extend_rows(
+        self, keys: Sequence[list[bytes]], slots: IntArray, num_blocks: IntArray, tokens: IntArray, extra: Sequence[bytes]
+    ) -> None:
+        """Extend each ``keys[i]`` to ``num_blocks[i]`` blocks of the sequence in row ``slots[i]`` of ``tokens``."""
+        size = self.block_size
+        have = np.fromiter(map(len, keys), np.int32, len(keys))
+        single = np.flatnonzero(num_blocks - have == 1)
+        if len(single):
+            places = (have[single] * size)[:, None] + np.arange(size, dtype=np.int32)
+            data = tokens[slots[single][:, None], places].astype("<i4", copy=False).tobytes()
+            hash_of, stride = self._hash, 4 * size
+            for k, i in enumerate(single.tolist()):
+                chain = keys[i]
+                parent = chain[-1] if chain else ROOT
+                chain.append(hash_of(parent + data[k * stride : (k + 1) * stride] + extra[i]).digest())
+        for i in np.flatnonzero(num_blocks - have > 1).tolist():
+            self.extend(keys[i], tokens[slots[i], : int(num_blocks[i]) * size], extra[i])
 
     def extend(self, keys: list[bytes], tokens: IntArray, extra: bytes) -> None:
         """Append the keys of the full blocks in ``tokens`` (whole sequence, [n] int32) that ``keys`` lacks."""

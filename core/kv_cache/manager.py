@@ -81,9 +81,9 @@ class KVCacheManager:
         self.chunk_edges = tuple(m.block_size for m in self.managers if m.chunk_edge)
         self.event_at: IntArray = np.zeros(max_num_seqs, np.int32)  # a row may end here without anything to do
         self.commit_at: IntArray = np.full(max_num_seqs, NEVER, np.int32)  # with more tokens known, a block can be committed
-        self._committed = [[0] * len(sizes) for _ in range(max_num_seqs)]  # blocks of each slot that are committed, by chain
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self._committed: IntArray = np.zeros((len(sizes), max_num_seqs), np.int32)  # full blocks that others can find, by chain
+        self._chain_sizes: IntArray = np.array(sizes, np.int32)[:, None]
+        self._fits: dict[int, int] = {}
 
     # Capacity
 
@@ -106,6 +106,17 @@ class KVCacheManager:
     def num_evictions(self) -> int:
         return sum(pool.num_evictions for pool in self.pools)
 
+    def always_fits(self, max_chunk: int) -> int:
+        """A number of tokens that surely fits into the empty cache: `peak_blocks` needn't be asked about fewer."""
+        if max_chunk not in self._fits:
+            low, high = 0, max(pool.num_blocks for pool in self.pools) * self._alignment
+            while low < high:
+                middle = (low + high + 1) // 2
+                fits = (self.peak_blocks(middle, max_chunk) < [pool.num_blocks for pool in self.pools]).all()
+                low, high = (middle, high) if fits else (low, middle - 1)
+            self._fits[max_chunk] = low
+        return self._fits[max_chunk]
+
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> IntArray:
         """[num_pools] the most blocks that one request of so many tokens holds at once."""
         return self._by_pool([manager.peak_blocks(num_tokens, max_chunk) for manager in self.managers])
@@ -120,6 +131,20 @@ class KVCacheManager:
         if self.enable_prefix_caching:
             for hasher, chain in zip(self.hashers, keys, strict=True):
                 hasher.extend(chain, tokens, extra)
+
+    def cut_keys(self, keys: Keys, num_tokens: int) -> Keys:
+        """A copy of the keys of the full blocks in the first ``num_tokens`` tokens."""
+        return tuple(chain[: num_tokens // hasher.block_size] for chain, hasher in zip(keys, self.hashers, strict=True))
+
+    def key_after(self, keys: Keys, num_tokens: int) -> bytes | None:
+        """The key of the full block that starts at position ``num_tokens`` or holds it, if there is one (first chain)."""
+        column = num_tokens // self.hashers[0].block_size
+        return keys[0][column] if column < len(keys[0]) else None
+
+    def keys_between(self, keys: Keys, begin: int, end: int) -> list[bytes]:
+        """Keys of the blocks that computing positions [begin, end) fills (first chain)."""
+        size = self.hashers[0].block_size
+        return keys[0][begin // size : end // size]
 
     def match(self, keys: Keys, num_tokens: int) -> Hit:
         """The longest prefix of ``num_tokens`` tokens that every group has in the cache, in whole blocks."""
@@ -149,8 +174,7 @@ class KVCacheManager:
         """Start a slot with a cached prefix (maybe none)."""
         for manager, entries, changes in zip(self.managers, hit.entries, self._changes, strict=True):
             manager.adopt(slot, entries, hit.num_tokens, changes)
-        self._touch(np.array([slot], np.int32))
-        self._set_committed(slot, hit.num_tokens)
+        self._start(np.array([slot], np.int32), hit.num_tokens)
 
     def trim(self, slots: IntArray, starts: IntArray) -> None:
         """Give back what queries from ``starts`` on don't see."""
@@ -174,19 +198,29 @@ class KVCacheManager:
         """Share the parent's first ``num_tokens`` tokens with an empty slot."""
         for manager, changes in zip(self.managers, self._changes, strict=True):
             manager.fork(parent, child, num_tokens, changes)
-        self._touch(np.array([parent, child], np.int32))
-        self._set_committed(child, num_tokens)
+        self._touch(np.array([parent], np.int32))
+        self._start(np.array([child], np.int32), num_tokens)
 
-    def commit(self, slot: int, keys: Keys, num_tokens: int) -> None:
-        """The slot's first ``num_tokens`` tokens are known (hashed in ``keys``) and computed: let others find their blocks."""
+    def commit(
+        self, slots: IntArray, num_tokens: IntArray, tokens: IntArray, keys: Sequence[Keys], extra: Sequence[bytes]
+    ) -> None:
+        """The first ``num_tokens[i]`` tokens of ``slots[i]`` are known and computed: let others find their full blocks.
+
+        ``tokens`` [max_num_seqs, …] are by slot; ``keys[i]`` are extended to cover them.
+        """
         if not self.enable_prefix_caching:
             return
-        committed = self._committed[slot]
-        for manager, chain in zip(self.managers, self._chain_of, strict=True):
-            last = num_tokens // manager.block_size
-            if last > committed[chain]:
-                manager.commit(slot, keys[chain], committed[chain], last)
-        self._set_committed(slot, num_tokens)
+        for number, hasher in enumerate(self.hashers):
+            chains = [chain[number] for chain in keys]
+            first, last = self._committed[number, slots], num_tokens // hasher.block_size
+            hasher.extend_rows(chains, slots, last, tokens, extra)
+            owners, columns = _spans(slots, first, last)
+            fresh = [key for chain, a, b in zip(chains, first.tolist(), last.tolist(), strict=True) for key in chain[a:b]]
+            for manager, chain in zip(self.managers, self._chain_of, strict=True):
+                if chain == number and len(owners):
+                    manager.commit(owners, columns, fresh)
+            self._committed[number, slots] = np.maximum(first, last)
+        self._set_commit_at(slots)
 
     def free(self, slot: int) -> None:
         """Give back everything a slot holds."""
@@ -195,7 +229,7 @@ class KVCacheManager:
             changes.drop(slot)
         self.event_at[slot] = 0
         self.commit_at[slot] = NEVER
-        self._committed[slot] = [0] * len(self.hashers)
+        self._committed[:, slot] = 0
 
     def entries(self, slot: int) -> tuple[IntArray, ...]:
         """For each group, the slot's table entries in use."""
@@ -236,12 +270,25 @@ class KVCacheManager:
             bound = np.minimum(bound, manager.next_change(slots))
         self.event_at[slots] = bound
 
-    def _set_committed(self, slot: int, num_tokens: int) -> None:
+    def _start(self, slots: IntArray, num_cached_tokens: int) -> None:
+        self._touch(slots)
+        self._committed[:, slots] = num_cached_tokens // self._chain_sizes
         if self.enable_prefix_caching:
-            self._committed[slot] = committed = [num_tokens // hasher.block_size for hasher in self.hashers]
-            self.commit_at[slot] = min(
-                (count + 1) * hasher.block_size for count, hasher in zip(committed, self.hashers, strict=True)
-            )
+            self._set_commit_at(slots)
+
+    def _set_commit_at(self, slots: IntArray) -> None:
+        self.commit_at[slots] = ((self._committed[:, slots] + 1) * self._chain_sizes).min(axis=0)
+
+
+def _spans(owners: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
+    """Every (owner, column) with ``first[i]`` <= column < ``last[i]``."""
+    counts = np.maximum(last - first, 0)
+    if int(counts.max(initial=0)) == 1 and counts.all():
+        return owners, first
+    ends = np.cumsum(counts, dtype=np.int32)
+    total = int(ends[-1]) if len(ends) else 0
+    columns = np.arange(total, dtype=np.int32) + np.repeat(first - ends + counts, counts)
+    return np.repeat(owners, counts), columns
 
 
 class _Quiet:

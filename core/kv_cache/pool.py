@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from octavo.core.api.kv_cache import NULL_BLOCK
 from octavo.core.api.scheduling import IntArray
 from octavo.core.kv_cache.free_queue import HELD, FreeQueue
 
@@ -98,13 +97,18 @@ class BlockPool:
 
     def register(self, index: int, keys: Sequence[bytes], blocks: IntArray) -> None:
         """From now on ``blocks[i]`` can be found under ``keys[i]``. A key that another block carries stays with that block."""
-        known, slots = self.indexes[index], self._keys
-        for key, block in zip(keys, blocks.tolist(), strict=True):
-            if block != NULL_BLOCK and known.setdefault(key, block) == block and slots[block] is None:
-                slots[block] = key
-                self._cached[block] = True
-                if index:
-                    self._owner[block] = index
+        known, key_of = self.indexes[index], self._keys
+        refused = []
+        for i, (key, block) in enumerate(zip(keys, blocks.tolist(), strict=True)):
+            if known.setdefault(key, block) == block:
+                key_of[block] = key
+            else:
+                refused.append(i)
+        if refused:
+            blocks = np.delete(blocks, refused)
+        self._cached[blocks] = True
+        if index:
+            self._owner[blocks] = index
 
     def key_of(self, block: int) -> tuple[int, bytes] | None:
         """The index and key under which a block can be found, if it can."""

@@ -80,15 +80,14 @@ class RecurrentStateManager(KVManager):
         self.table[slot, 0] = hit[0]
         self.next_edge[slot] = num_cached_tokens  # so that the first row gets a block of its own, and leaves this one alone
 
-    def commit(self, slot: int, keys: Sequence[bytes], first: int, last: int) -> None:
-        if last <= first:
-            return
-        edge, next_edge = last * self.block_size, int(self.next_edge[slot])
-        if edge == next_edge and self.table[slot, 0]:
-            self.pool.register(self.index, keys[last - 1 : last], self.table[slot])
-        elif edge == next_edge - self.block_size and self.left[slot]:  # the tokens were known only after the slot had moved on
-            self.pool.register(self.index, keys[last - 1 : last], self.left[slot : slot + 1])
-            self._drop_left(slot)
+    def commit(self, slots: IntArray, columns: IntArray, keys: Sequence[bytes]) -> None:
+        for slot, column, key in zip(slots.tolist(), columns.tolist(), keys, strict=True):
+            edge, next_edge = (column + 1) * self.block_size, int(self.next_edge[slot])
+            if edge == next_edge and self.table[slot, 0]:
+                self.pool.register(self.index, [key], self.table[slot])
+            elif edge == next_edge - self.block_size and self.left[slot]:  # known only after the slot had moved on
+                self.pool.register(self.index, [key], self.left[slot : slot + 1])
+                self._drop_left(slot)
 
     def fork(self, parent: int, child: int, num_tokens: int, changes: TableChanges) -> None:
         """The child gets a copy of the parent's state, which must be the one after ``num_tokens`` tokens."""

@@ -76,6 +76,14 @@ class SlidingWindowManager(FullAttentionManager):
         self.num_columns[slot] = len(hit)
         self.first_live[slot] = len(hit) - np.count_nonzero(hit)
 
+    def commit(self, slots: IntArray, columns: IntArray, keys: Sequence[bytes]) -> None:
+        live = columns >= self.first_live[slots]
+        if live.all():
+            super().commit(slots, columns, keys)
+        else:  # some were left behind before their tokens were known
+            kept = np.flatnonzero(live)
+            super().commit(slots[kept], columns[kept], [keys[i] for i in kept.tolist()])
+
     def fork(self, parent: int, child: int, num_tokens: int, changes: TableChanges) -> None:
         super().fork(parent, child, num_tokens, changes)
         self.first_live[child] = self.first_live[parent]

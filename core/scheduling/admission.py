@@ -1,14 +1,17 @@
-"""`Admission`: which waiting requests get a slot."""
+"""`Admission`: which waiting requests get a slot, and how further completions start from one that runs."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from octavo.core.api.scheduling import IntArray
+from octavo.core.config.scheduler import SchedulerConfig
 from octavo.core.kv_cache.manager import Hit, KVCacheManager
 from octavo.core.scheduling.grants import share_budget
 from octavo.core.scheduling.roster import Roster
-from octavo.core.scheduling.state import RequestState, SlotArrays
+from octavo.core.scheduling.state import RequestState, Status
+
+RETRY_STEPS = 32
 
 
 class Admission:
@@ -16,83 +19,151 @@ class Admission:
 
     A request gets in when the free blocks hold all its known tokens, after what running prompts still need and one more block
     for every running request: a request that was just preempted doesn't come back to be preempted at once. With nothing
-    running, only its own blocks count, so whatever `Scheduler.add` accepted gets in at last.
+    running, only its own blocks count, so whatever `check_request` accepted gets in at last.
+
+    A request whose next block is being computed by another one in this very step steps back, once, and finds it in the cache.
     """
 
-    def __init__(
-        self, kv: KVCacheManager, arrays: SlotArrays, roster: Roster, *, max_chunk: int, chunked: bool, cap: int
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, roster: Roster) -> None:
+        self._config = config
         self._kv = kv
-        self._arrays = arrays
         self._roster = roster
-        self._max_chunk = max_chunk
-        self._chunked = chunked
-        self._cap = cap
+        self._stuck = False  # the first waiting request can't get in before something ends
+        self._filling: set[bytes] = set()  # keys of the blocks that this step fills
         self.num_queries = 0
         self.num_hits = 0
 
-    def admit(self, budget: int) -> tuple[list[int], list[int], bool]:
-        """Slots of the requests admitted, the tokens each one gets in this step, and whether the first one left waits for
-        room.
+    def retry(self) -> None:
+        """Something changed: the first waiting request may get in now."""
+        self._stuck = False
+
+    def may_admit(self, step: int) -> bool:
+        """Whether trying is worth it. When the first waiting request can't get in, it is tried again when a completion ends;
+        and now and then, for blocks that come free behind windows.
         """
-        slots: list[int] = []
-        counts: list[int] = []
+        return len(self._roster.waiting) > 0 and (not self._stuck or step % RETRY_STEPS == 0)
+
+    def admit(self, budget: int, slots: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+        """Slots of the requests admitted, and the tokens each gets. ``slots``, ``counts``: the rows that the step has
+        already.
+        """
         waiting, roster = self._roster.waiting, self._roster
-        while budget > 0 and roster.num_free_slots:
-            state = waiting.peek()
-            if state is None:
+        new_slots: list[int] = []
+        new_counts: list[int] = []
+        aside: list[RequestState] = []
+        self._stuck = False
+        if len(waiting):
+            self._filling = self._keys_filled(slots, counts)
+        while budget > 0 and (state := waiting.peek()) is not None:
+            hit = self._look_up(state) if roster.num_free_slots else self._kv.no_hit
+            if self._steps_back(state, hit):
+                aside.append(waiting.pop())
+                continue
+            count = self._first_chunk(hit, state.num_tokens, budget)
+            if not (roster.num_free_slots and count and self._fits(hit, state.num_tokens)):
+                self._stuck = not (aside or roster.num_leaving or self._kv.num_limbo.any())
                 break
-            count = self._try_admit(state, budget)
-            if count is None:
-                return slots, counts, True
-            slots.append(state.slot)
-            counts.append(count)
+            self._enter(state, hit, count)
+            new_slots.append(state.slot)
+            new_counts.append(count)
             budget -= count
-        return slots, counts, len(waiting) > 0 and not roster.num_free_slots
+        for state in aside:
+            waiting.push(state)
+        return np.array(new_slots, np.int32), np.array(new_counts, np.int32)
 
-    def _try_admit(self, state: RequestState, budget: int) -> int | None:
-        kv, tokens = self._kv, state.known
-        if len(tokens) > state.num_prompt_tokens:  # resumed: its output is looked up too
-            kv.extend_keys(state.keys, tokens, state.extra)
-        hit = kv.no_hit if state.prompt_logprobs else kv.match(state.keys, len(tokens))
-        computed = min(hit.num_tokens, len(tokens) - 1)
-        count = self._first_chunk(computed, len(tokens), budget)
-        if count == 0 or not self._fits(hit, len(tokens)):
-            return None
-        self._roster.waiting.pop()
-        slot = self._roster.enter(state, tokens, computed, hit.num_tokens)
-        kv.adopt(slot, hit)
-        start = max(computed, hit.num_tokens)
-        if computed + count > start:
-            kv.extend(_one(slot), _one(start), _one(computed + count), announce=False)
-        self.num_queries += len(tokens)
-        self.num_hits += computed
-        return count
+    def fork_prompt(self, parent: RequestState) -> None:
+        """Completions 1 … n - 1 start from the blocks of completion 0, whose prompt this step computes; without room they
+        wait.
+        """
+        forks, parent.forks = parent.forks, []
+        count = parent.num_prompt_tokens
+        for child in forks:
+            if self._kv.full_hit:
+                self.fork(parent, child, child.known, num_computed=count - 1, num_shared=count)
+            else:
+                self._wait(parent, child, child.known, count)
 
-    def _first_chunk(self, computed: int, num_tokens: int, budget: int) -> int:
+    def fork(self, parent: RequestState, child: RequestState, tokens: IntArray, *, num_computed: int, num_shared: int) -> None:
+        """Start ``child`` with these tokens, sharing the blocks of the parent's first ``num_shared``; without room it waits."""
+        if parent.status is Status.RUNNING and self._roster.num_free_slots and self._has_headroom():
+            child.keys = self._kv.cut_keys(parent.keys, num_shared)
+            slot = self._roster.enter(child, tokens, num_computed, num_shared)
+            self._kv.fork(parent.slot, slot, num_shared)
+        else:
+            self._wait(parent, child, tokens, num_shared)
+
+    def _wait(self, parent: RequestState, child: RequestState, tokens: IntArray, num_shared: int) -> None:
+        child.keys = self._kv.cut_keys(parent.keys, num_shared)
+        child.known = tokens
+        self._roster.waiting.push(child)
+
+    def _look_up(self, state: RequestState) -> Hit:
+        if state.prompt_logprobs:  # every position has to be computed
+            return self._kv.no_hit
+        if state.num_tokens > state.num_prompt_tokens:  # resumed, or a beam: its output is looked up too
+            self._kv.extend_keys(state.keys, state.known, state.extra)
+        return self._kv.match(state.keys, state.num_tokens)
+
+    def _steps_back(self, state: RequestState, hit: Hit) -> bool:
+        key = self._kv.key_after(state.keys, hit.num_tokens)
+        if state.deferred or key is None or key not in self._filling:
+            return False
+        state.deferred = True
+        return True
+
+    def _first_chunk(self, hit: Hit, num_tokens: int, budget: int) -> int:
+        computed = min(hit.num_tokens, num_tokens - 1)
+        if not self._kv.chunk_edges and not self._config.long_prefill_token_threshold:
+            wanted = num_tokens - computed
+            return min(wanted, budget) if self._config.enable_chunked_prefill or wanted <= budget else 0
         granted = share_budget(
             _one(num_tokens - computed),
             _one(computed),
             budget=budget,
             decode_query_len=1,
-            long_prefill_token_threshold=self._cap,
-            chunked=self._chunked,
+            long_prefill_token_threshold=self._config.long_prefill_token_threshold,
+            chunked=self._config.enable_chunked_prefill,
             edges=self._kv.chunk_edges,
         )
         return int(granted[0])
 
     def _fits(self, hit: Hit, num_tokens: int) -> bool:
-        room: IntArray = self._kv.num_free - self._kv.cost(hit, num_tokens, self._max_chunk)
+        room: IntArray = self._kv.num_free - self._kv.cost(hit, num_tokens, self._config.max_num_batched_tokens)
         if len(self._roster):
-            room = room - self.reserved() - len(self._roster)
+            room = room - self._reserved() - len(self._roster)
         return bool((room >= 0).all())
 
-    def reserved(self) -> IntArray:
+    def _has_headroom(self) -> bool:
+        return bool((self._kv.num_free - self._reserved() > len(self._roster)).all())
+
+    def _reserved(self) -> IntArray:
         """[num_pools] blocks that running requests need until the tokens they have now are computed."""
-        slots, arrays = self._roster.order, self._arrays
+        slots, arrays = self._roster.order, self._roster.arrays
         starts = np.maximum(arrays.num_computed[slots], arrays.num_cached[slots])
-        reserved: IntArray = self._kv.demand(slots, starts, np.maximum(arrays.num_tokens[slots], starts)).sum(axis=1)
+        ends = np.maximum(arrays.num_tokens[slots], starts)
+        due = ends > self._kv.event_at[slots]
+        reserved: IntArray = self._kv.demand(slots[due], starts[due], ends[due]).sum(axis=1)
         return reserved
+
+    def _enter(self, state: RequestState, hit: Hit, count: int) -> None:
+        self._roster.waiting.pop()
+        tokens, computed = state.known, min(hit.num_tokens, state.num_tokens - 1)
+        slot = self._roster.enter(state, tokens, computed, hit.num_tokens)
+        self._kv.adopt(slot, hit)
+        start, end = max(computed, hit.num_tokens), computed + count
+        if end > start:
+            self._kv.extend(_one(slot), _one(start), _one(end), announce=False)
+        self._filling.update(self._kv.keys_between(state.keys, hit.num_tokens, end))
+        self.num_queries += len(tokens)
+        self.num_hits += computed
+
+    def _keys_filled(self, slots: IntArray, counts: IntArray) -> set[bytes]:
+        """Keys of the blocks that the prompts among the step's rows fill."""
+        keys: set[bytes] = set()
+        for slot, count in zip(slots[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+            computed = int(self._roster.arrays.num_computed[slot])
+            keys.update(self._kv.keys_between(self._roster.state(slot).keys, computed, computed + count))
+        return keys
 
 
 def _one(value: int) -> IntArray:

@@ -9,6 +9,7 @@ import numpy as np
 
 from octavo.core.api.scheduling import IntArray, NewRequest, SchedulingPolicy
 from octavo.core.kv_cache.manager import KVCacheManager
+from octavo.core.scheduling.flight import Flight
 from octavo.core.scheduling.state import NO_SLOT, RequestState, SlotArrays, Status
 from octavo.core.scheduling.waiting import WaitingQueue
 
@@ -20,8 +21,11 @@ class Roster:
     of an ended completion are ``ignored`` meanwhile, those of a preempted one still give it its tokens.
     """
 
-    def __init__(self, kv: KVCacheManager, arrays: SlotArrays, waiting: WaitingQueue, policy: SchedulingPolicy) -> None:
+    def __init__(
+        self, kv: KVCacheManager, arrays: SlotArrays, waiting: WaitingQueue, policy: SchedulingPolicy, flight: Flight
+    ) -> None:
         self.kv = kv
+        self.flight = flight
         self.arrays = arrays
         self.waiting = waiting
         self.policy = policy
@@ -35,7 +39,6 @@ class Roster:
         self._free = list(range(num_slots))
         self._leaving: deque[tuple[int, int]] = deque()  # (last step that may use it, slot)
         self._released: list[int] = []
-        self.last_planned = self.last_done = -1
 
     def __len__(self) -> int:
         return len(self.order)
@@ -91,10 +94,40 @@ class Roster:
         running = [self.state(slot) for slot in self.order.tolist()]
         return max(running, key=lambda s: (not s.parked, self.policy.victim_key(s), s.arrival, s.index))
 
+    def park(self, state: RequestState) -> None:
+        """Give the completion no more rows; it keeps its slot and blocks (unless it has to be preempted)."""
+        state.parked = True
+        self.arrays.parked[state.slot] = True
+        self.changed = True
+
+    def wake(self, state: RequestState) -> None:
+        """Let a parked completion go on."""
+        state.parked = False
+        if state.slot != NO_SLOT:
+            self.arrays.parked[state.slot] = False
+            self.changed = True
+        if state.status is Status.PENDING:
+            self._line_up(state)
+
+    def commit_computed(self, slots: IntArray, computed: IntArray) -> None:
+        """Blocks filled by a step that was just planned, as far as their tokens are known: the next step may share them."""
+        due = (computed >= self.kv.commit_at[slots]) & (computed <= self.arrays.num_known[slots])
+        if due.any():
+            self._commit(slots[due], computed[due])
+
+    def commit_known(self, slots: IntArray, known: IntArray) -> None:
+        """Blocks that came to be full and known by the last tokens sampled (whose own positions aren't computed yet)."""
+        due = known > self.kv.commit_at[slots]
+        if due.any():
+            self._commit(slots[due], known[due] - 1)
+
+    def _commit(self, slots: IntArray, num_tokens: IntArray) -> None:
+        states = [self.state(slot) for slot in slots.tolist()]
+        self.kv.commit(slots, num_tokens, self.arrays.tokens, [s.keys for s in states], [s.extra for s in states])
+
     def reclaim(self) -> None:
-        """Free the slots and blocks that no step in flight uses any more."""
-        self.kv.set_in_flight(self.last_planned, self.last_done)
-        while self._leaving and self._leaving[0][0] <= self.last_done:
+        """Free the slots that no step in flight uses any more."""
+        while self._leaving and self._leaving[0][0] <= self.flight.last_done:
             self._retire(self._leaving.popleft()[1])
 
     def take_released(self) -> IntArray | None:
@@ -126,7 +159,6 @@ class Roster:
 
     def _leave(self, state: RequestState) -> None:
         self.kv.free(state.slot)
-        self.arrays.active[state.slot] = False
         self.order = self.order[self.order != state.slot]
         self.changed = True
 
@@ -134,10 +166,10 @@ class Roster:
         if state in self.fresh:  # no step has used the slot, and the worker doesn't know of it
             self.fresh.remove(state)
             self._retire(state.slot, announced=False)
-        elif self.last_planned == self.last_done:
+        elif not len(self.flight):
             self._retire(state.slot)
         else:
-            self._leaving.append((self.last_planned, state.slot))
+            self._leaving.append((self.flight.last_planned, state.slot))
 
     def _retire(self, slot: int, *, announced: bool = True) -> None:
         """The slot is free from now on; a preempted completion takes its tokens along and waits."""
@@ -152,4 +184,11 @@ class Roster:
         if announced:
             self._released.append(slot)
         if state.status is Status.LEAVING:
+            self._line_up(state)
+
+    def _line_up(self, state: RequestState) -> None:
+        """Wait for a slot again, unless it is parked."""
+        if state.parked:
+            state.status = Status.PENDING
+        else:
             self.waiting.push(state)

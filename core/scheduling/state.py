@@ -72,7 +72,16 @@ class RequestState:
         "stop_ids",
     )
 
-    def __init__(self, request: Request, index: int, arrival: int, slots: SlotArrays, keys: Keys, extra: bytes) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        arrival: int,
+        slots: SlotArrays,
+        keys: Keys,
+        extra: bytes,
+        status: Status = Status.WAITING,
+    ) -> None:
         self.request = request
         self.index = index
         self.arrival = arrival
@@ -82,7 +91,7 @@ class RequestState:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.keys = keys
         self.extra = extra
-        self.status = Status.WAITING
+        self.status = status
         self.forks: list[RequestState] = []  # completions that wait for this one's prompt
         self.parked = False  # keeps slot and blocks, but isn't scheduled
         self.deferred = False  # has stepped back once to let another request fill the cache for it
@@ -129,6 +138,11 @@ class RequestState:
         return len(self.known) if self.slot == NO_SLOT else int(self.slots.num_known[self.slot])
 
     @property
+    def num_planned_tokens(self) -> int:
+        """`num_tokens` and those that steps in flight will give."""
+        return len(self.known) if self.slot == NO_SLOT else int(self.slots.num_tokens[self.slot])
+
+    @property
     def num_computed_tokens(self) -> int:
         return 0 if self.slot == NO_SLOT else int(self.slots.num_computed[self.slot])
 
@@ -151,7 +165,7 @@ class SlotArrays:
         self.stops_from: IntArray = np.zeros(max_num_seqs, np.int32)  # with fewer tokens, no stop token ends it
         self.stop_ids: IntArray = np.full((1, max_num_seqs), -1, np.int32)  # [most stop ids of a request, slots]
         self.ignored: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # ended; rows still in flight are dropped
-        self.active: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # the slot's completion is running
+        self.special: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # has forks to start, or goes step by step
         self.parked: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # it runs, but has no row until it is woken
 
     def enter(self, state: RequestState, slot: int, tokens: IntArray, num_computed: int, num_cached: int) -> None:
@@ -166,7 +180,7 @@ class SlotArrays:
         self.stops_from[slot] = state.num_prompt_tokens + sampling.min_tokens
         self._set_stop_ids(slot, state.stop_ids)
         self.ignored[slot] = False
-        self.active[slot] = True
+        self.special[slot] = bool(state.forks) or state.request.stepwise
         self.parked[slot] = state.parked
         state.slot = slot
 

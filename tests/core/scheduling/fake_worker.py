@@ -7,7 +7,7 @@ The next token is a function of that hash, which makes every output predictable 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,7 +96,10 @@ class FakeWorker:
         self.blocks: list[dict[int, dict[int, int]]] = [{} for _ in self.groups]  # group → block → offset → fingerprint
         self.rows: list[int] = []
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: StepPlan, running: Collection[int] | None = None) -> StepResult:
+        """Run one step. ``running``: the slots that were running when it was planned (default: all that the worker knows);
+        those that had ended may still be in the tables of the worker, but nobody will read what they hold.
+        """
         assert plan.step == self.num_steps, f"step {plan.step} came after {self.num_steps} steps"
         self.num_steps += 1
         self.last_plan = plan
@@ -109,7 +112,7 @@ class FakeWorker:
         self._apply_copies(plan)
         rows, counts = self._apply_rows(plan)
         drafts = self._apply_drafts(plan, rows)
-        self._check_ownership(rows)
+        self._note_holders(self.slots if running is None else running)
         width = 1 + (max(map(len, drafts.values()), default=0) if drafts else 0)
         sampled = np.full((len(rows), width), -1, np.int32)
         accepted = np.zeros(len(rows), np.int32) if plan.drafts is not None else None
@@ -201,14 +204,14 @@ class FakeWorker:
             slot.prints = fingerprints(slot.tokens, slot.salt)
         return drafts
 
-    def _check_ownership(self, rows: list[int]) -> None:
-        """No block that a row of this step writes is in anybody else's table."""
-        pools: dict[tuple[int, int], set[tuple[int, int]]] = {}
-        for number, slot in self.slots.items():
+    def _note_holders(self, running: Collection[int]) -> None:
+        """Who has which block: (pool, block) → (slot, group)."""
+        self.holders: dict[tuple[int, int], set[tuple[int, int]]] = {}
+        for number in running:
             for group, info in enumerate(self.groups):
-                for block in slot.tables[group][slot.tables[group] > 0].tolist():
-                    pools.setdefault((info.pool_id, block), set()).add((number, group))
-        self.holders = pools
+                table = self.slots[number].tables[group]
+                for block in table[table > 0].tolist():
+                    self.holders.setdefault((info.pool_id, block), set()).add((number, group))
 
     def _write(self, group: int, slot: Slot, count: int) -> None:
         info = self.groups[group]

@@ -92,7 +92,7 @@ class Harness:
             token_budget,
             decode_query_len=1 + (num_speculative_tokens if proposer else 0),
         )
-        self.plans: deque[StepPlan] = deque()
+        self.plans: deque[tuple[StepPlan, list[int]]] = deque()  # with the slots that ran when it was planned
         self.requests: dict[str, Request] = {}
         self.owner: dict[int, tuple[str, int]] = {}  # slot → completion, as an output processor keeps it
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -113,13 +113,18 @@ class Harness:
         if plan is None:
             return False
         self.num_plans_without_rows += plan.rows is None
-        self.plans.append(plan)
+        self.plans.append((plan, self.running_slots()))
         return True
+
+    def running_slots(self) -> list[int]:
+        """Slots whose completions run and that the worker knows of (or learns of with the last plan)."""
+        unknown = {state.slot for state in self.scheduler._roster.fresh}
+        return [slot for slot in self.scheduler._roster.order.tolist() if slot not in unknown]
 
     def finish_step(self) -> StepOutput | None:
         if not self.plans:
             return None
-        output = self.scheduler.update(self.worker.execute(self.plans.popleft()))
+        output = self.scheduler.update(self.worker.execute(*self.plans.popleft()))
         for started in output.started:
             self.owner[started.slot] = started.request_id, started.index
         for slot, row in zip(output.slots.tolist(), output.token_ids.tolist(), strict=True):
