@@ -16,7 +16,7 @@ export OCTAVO_TEST_SEED := $(SEED)
 
 JAX    := $(VENV)-jax
 
-.PHONY: jax demo test lint types unit prove certify models env clean
+.PHONY: jax api-snapshot demo test lint types unit prove certify models env clean
 
 demo: models
 	$(BIN)/octavo generate --model smollm2 --prompt "What is the capital of France?" --temperature 0 --max-tokens 64
@@ -52,6 +52,10 @@ lint: env
 
 types: env
 	$(BIN)/mypy -p octavo
+
+# Takes the current octavo.api in as what plugins may rely on, once CHANGELOG.md names what has changed.
+api-snapshot: env
+	$(BIN)/python tests/api/api_surface.py
 
 unit: models jax
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not prove and not certify" \

@@ -43,6 +43,7 @@ def deprecated(*, since: tuple[int, int], use: str) -> Callable[[Callable[_P, _R
             warnings.warn(message, OctavoDeprecationWarning, stacklevel=2)
             return function(*args, **kwargs)
 
+        warned.__deprecated__ = message  # type: ignore[attr-defined]  # PEP 702's name; the load-time lint reads it
         return warned
 
     return decorate

@@ -122,11 +122,18 @@ def _options(request: _Request, group: AttentionGroup, explicit: str | None) -> 
         return [entry]
     able = [entry for entry in _automatic_order(request) if not request.reasons(entry, group)]
     if not able:
-        each = "; ".join(f"{entry.name}: {_lines(request.reasons(entry, group))}" for entry in request.backends)
+        each = "; ".join(
+            f"{entry.name}: {_lines(request.reasons(entry, group) or (_only_when_named(entry),))}" for entry in request.backends
+        )
         raise _refused(
             request, f"no attention backend can serve {group.name} on {request.platform.name}: {each or 'none is installed'}"
         )
     return able
+
+
+def _only_when_named(entry: PluginEntry) -> Reason:
+    hint = f"--attention-backend {entry.name}"
+    return Reason(field="auto", wanted="an automatic choice", supported="used only when named", hint=hint)
 
 
 def _automatic_order(request: _Request) -> Sequence[PluginEntry]:
@@ -187,8 +194,7 @@ def _candidates(request: _Request, chosen: set[str]) -> tuple[Candidate, ...]:
                 prefix = f"{group.name}." if several and not of_entry else ""
                 reasons.append(replace(reason, field=prefix + reason.field))
         if not reasons and not entry.table.auto and entry.name not in chosen:
-            hint = f"--attention-backend {entry.name}"
-            reasons.append(Reason(field="auto", wanted="an automatic choice", supported="used only when named", hint=hint))
+            reasons.append(_only_when_named(entry))
         candidates.append(
             Candidate(
                 name=entry.name,

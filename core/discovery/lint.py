@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from octavo.core.api.attention import AttentionBackend
 from octavo.core.api.manifest import AttentionManifest
 
 REMOVED: Mapping[str, Mapping[str, str]] = {}
@@ -37,7 +38,11 @@ def warnings(
     cls: type[Any], base: type[Any], table: Any = None, removed: Mapping[str, Mapping[str, str]] | None = None
 ) -> tuple[str, ...]:
     """What has no effect, or isn't backed, one line each."""
-    return (*_without_effect(cls, base, REMOVED if removed is None else removed), *_unbacked(cls, table))
+    return (
+        *_without_effect(cls, base, REMOVED if removed is None else removed),
+        *_on_its_way_out(cls, base),
+        *_unbacked(cls, table),
+    )
 
 
 def _overrides(cls: type[Any], base: type[Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -100,14 +105,22 @@ def _without_effect(cls: type[Any], base: type[Any], removed: Mapping[str, Mappi
             yield f"{cls.__name__}.{name} is never called; did you mean {near[0]}?"
 
 
+def _on_its_way_out(cls: type[Any], base: type[Any]) -> Iterator[str]:
+    """Overrides of methods that `octavo.core.api.deprecation.deprecated` marks."""
+    for name, _, theirs in _overrides(cls, base):
+        if message := getattr(theirs, "__deprecated__", ""):
+            yield f"{cls.__name__}.{name} overrides what goes: {message}"
+
+
 def _unbacked(cls: type[Any], table: Any) -> Iterator[str]:
     if not isinstance(table, AttentionManifest):
         return
     for feature, why in _NOT_YET.items():
         if feature in table.features:
             yield f"{table.name} declares {feature}, which nothing backs: {why}"
-    attend = getattr(cls, "attend", None)
-    if "lse" in table.features and attend is not None and not _mentions(attend, "lse_out"):
+    computing = [getattr(cls, "attend", None), getattr(cls, "forward", None)]
+    own = [method for method in computing if method is not None and method is not AttentionBackend.forward]
+    if "lse" in table.features and own and not any(_mentions(method, "lse_out") for method in own):
         yield f"{table.name} declares lse, but {cls.__name__}.attend never uses lse_out"
 
 

@@ -125,6 +125,20 @@ class TestDeprecation:
         ):
             assert old(1) == 2
 
+    def test_an_override_of_what_goes_is_reported_when_it_is_loaded(self) -> None:
+        class Parent:
+            @deprecated(since=(1, 0), use="read_blocks()")
+            def dump(self) -> bytes:
+                return b""
+
+        class Child(Parent):
+            def dump(self) -> bytes:
+                return b"x"
+
+        (line,) = lint.warnings(Child, Parent)
+        assert line.startswith("Child.dump overrides what goes: ")
+        assert line.endswith("use read_blocks()")
+
     def test_two_minors_later_it_has_to_be_gone(self) -> None:
         assert removal_of((1, 3)) == (1, 5)
         with pytest.raises(RuntimeError, match=r"it had to be deleted in 0.5"):

@@ -258,6 +258,10 @@ class TestPlatform:
 
 
 class TestAttention:
+    def test_one_that_is_used_only_when_named_is_named_in_the_refusal(self) -> None:
+        with pytest.raises(SelectionError, match=r"shy: auto: .*used only when named \(--attention-backend shy\)"):
+            choose([platform(), attention("shy", auto=False)])
+
     def test_the_platform_s_preference_decides(self) -> None:
         entries = [platform(attention=("b", "a")), attention("a"), attention("b"), attention("0")]
         assert choose(entries).chosen.attention == {"full_attention": "b"}
