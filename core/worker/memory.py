@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from octavo.core.api.attention import AttentionBackend, AttentionGroup, LayerParams
 from octavo.core.api.errors import OutOfMemory, Unsupported
-from octavo.core.api.kv_cache import MLA, AnyKVSpec, CustomSpec, FullAttention, KVGroupInfo, KVSpec, RecurrentState, SlidingWindow
+from octavo.core.api.kv_cache import (
+    MLA,
+    AnyKVSpec,
+    CustomSpec,
+    FullAttention,
+    KVGroupInfo,
+    KVSpec,
+    RecurrentState,
+    SlidingWindow,
+)
 from octavo.core.api.platform import MemoryInfo
 from octavo.core.config import EngineConfig
 from octavo.core.config.model_spec import ModelSpec

@@ -19,6 +19,7 @@ __all__ = ["HostSampling", "SamplingState"]
 
 _GREEDY_BELOW = 1e-5
 """A lower temperature is greedy: logits divided by it would overflow."""
+_STEPS_AHEAD = 32
 _FOREVER = np.iinfo(np.int32).max
 
 FloatArray = NDArray[np.float32]
@@ -58,6 +59,8 @@ class SamplingState:
         self._num_logits = np.zeros(max_num_seqs, np.int64)
         self._last: HostSampling | None = None
         self._last_random: IntArray | None = None
+        self._ahead: FloatArray = np.zeros((0, 0), np.float32)  # [s, steps] uniform numbers of the steps to come
+        self._num_used = 0  # columns of it
 
     def enter(self, request: NewRequest) -> None:
         """Note the parameters of a request that enters a slot."""
@@ -89,12 +92,12 @@ class SamplingState:
             last, random = self._last, self._last_random
         else:
             last, random = self._shape(owners)
+            self._ahead = self._ahead[:, :0]
         self._last, self._last_random = last, random
         fresh: dict[str, NDArray[np.generic]] = dict(self._bias_arrays(layout, owners))
         if last.num_random:
             rows = slice(None) if random is None else random
-            slots = owners[rows]
-            fresh["uniform"] = uniforms(self._seeds[slots], self._indices[slots], layout.logit_positions[rows])
+            fresh["uniform"] = self._uniforms(owners[rows], layout.logit_positions[rows], layout.same_requests)
         if not fresh:
             return last
         return HostSampling(
@@ -106,6 +109,16 @@ class SamplingState:
             logprob_rows=last.logprob_rows,
             num_logprobs=last.num_logprobs,
         )
+
+    def _uniforms(self, slots: IntArray, positions: IntArray, steady: bool) -> FloatArray:
+        """The rows' numbers [s]; in steady decoding those of several steps are made at once."""
+        if self._num_used >= self._ahead.shape[1]:
+            steps = np.arange(_STEPS_AHEAD if steady else 1, dtype=np.int32)
+            seeds, indices = np.repeat(self._seeds[slots], len(steps)), np.repeat(self._indices[slots], len(steps))
+            self._ahead = uniforms(seeds, indices, (positions[:, None] + steps).reshape(-1)).reshape(-1, len(steps))
+            self._num_used = 0
+        self._num_used += 1
+        return np.ascontiguousarray(self._ahead[:, self._num_used - 1])
 
     def _shape(self, owners: IntArray) -> tuple[HostSampling, IntArray | None]:
         """What only depends on which requests are sampled, and the rows drawn at random (None = all of them)."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.core.api.errors import OutOfMemory
-from octavo.core.api.kv_cache import FullAttention, RecurrentState, SlidingWindow
+from octavo.core.api.kv_cache import CustomSpec, FullAttention, RecurrentState, SlidingWindow
 from octavo.core.api.platform import MemoryInfo
 from octavo.core.config import EngineConfig
 from octavo.core.worker.memory import cache_allowance_bytes, settle_blocks
@@ -91,3 +91,19 @@ def test_the_allowance_is_what_was_asked_for_or_what_is_left_of_the_devices_shar
 def test_asking_for_more_than_is_free_is_refused() -> None:
     with pytest.raises(OutOfMemory, match=r"needs 2\.00 GiB, 1\.0 MiB is available; lower --kv-cache-memory-bytes"):
         cache_allowance_bytes(_config(kv_cache_memory_bytes="2GiB"), _memory(free=2**20), 0)
+
+
+def test_a_recurrent_group_beside_full_attention_gets_what_its_requests_can_hold() -> None:
+    state = RecurrentState(block_size=16, bytes_per_block=5000)
+    full, states = settle_blocks([FULL, state], _config(enable_prefix_caching=False), 10**9)
+    assert (full.num_blocks, states.num_blocks) == (4 * 64 + 1, 4 * 2 + 1)
+    assert full.pool_id != states.pool_id
+
+
+def test_a_custom_spec_names_its_manager_and_keeps_what_it_says() -> None:
+    custom = CustomSpec(block_size=16, bytes_per_block=100, kind="sinks", manager="sink-manager", kept_tokens=64)
+    (group,) = settle_blocks([custom], _config(), 10**6)
+    assert group.manager == "sink-manager"
+    with pytest.raises(OutOfMemory):  # 64 tokens kept and a chunk of 128, never the whole 1024
+        settle_blocks([custom], _config(), 13 * 100)
+    settle_blocks([custom], _config(), 14 * 100)

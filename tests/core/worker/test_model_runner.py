@@ -418,3 +418,15 @@ def test_steps_make_the_host_wait_for_nothing(bench: Any, without_host_reads: Ca
 class _Result:
     def __init__(self, out: Any, kv: Any) -> None:
         self.out, self.kv = out, kv
+
+
+def test_numbers_made_ahead_are_those_made_step_by_step(bench: Any) -> None:
+    """A steady request draws from numbers made for many steps at once; one whose rows are named each time doesn't."""
+    sampling = SamplingParams(temperature=1.2, seed=8)
+    steady = bench()
+    expected = steady.generate(steady.request(0, [1, 2, 3], sampling, room=50), 45)
+    runner = bench()
+    results = [runner.runner.launch(runner.prefill(runner.request(0, [1, 2, 3], sampling, room=50))).result()]
+    plans = [StepPlan(step=step, rows=_rows(0), num_scheduled_tokens=_rows(1)) for step in range(1, 45)]
+    results += [runner.runner.launch(plan).result() for plan in plans]
+    assert _column(results, 0) == expected
