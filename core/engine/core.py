@@ -16,16 +16,10 @@ from octavo.core.api.scheduling import FinishedRequest, FinishReason, Request, S
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
     from octavo.core.discovery import Registry
+    from octavo.core.discovery.hooks import Hooks
     from octavo.core.scheduling import Scheduler
 
-__all__ = ["EngineCore", "NoHooks", "assemble_core", "start_core"]
-
-
-class NoHooks:
-    """No plugin listens."""
-
-    def call(self, name: str, **arguments: Any) -> list[Any]:
-        return []
+__all__ = ["EngineCore", "assemble_core", "start_core"]
 
 
 class EngineCore:
@@ -42,7 +36,7 @@ class EngineCore:
         executor: Executor,
         info: ExecutorInfo,
         max_in_flight: int = 1,
-        hooks: Any = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.config = config
         self.info = info
@@ -50,7 +44,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._executor = executor
         self._max_in_flight = max_in_flight
-        self._hooks = hooks or NoHooks()
+        self._hooks = hooks
         self._in_flight: deque[Future[StepResult]] = deque()
         self._failure: OctavoError | None = None
         self._stopped = False
@@ -86,12 +80,9 @@ class EngineCore:
             self._in_flight.append(self._executor.execute(plan))
         if not self._in_flight:
             return None
-        failure = self._in_flight[0].exception()
-        future = self._in_flight.popleft()
-        if failure is not None:
-            self._fail(failure)
-        output = self._scheduler.update(future.result())
-        self._hooks.call("octavo_step_finished", stats=self._scheduler.stats(), step_s=time.perf_counter() - started_s)
+        output = self._land()
+        if self._hooks:
+            self._hooks.call("octavo_step_finished", stats=self._scheduler.stats(), step_s=time.perf_counter() - started_s)
         return output
 
     def stats(self) -> SchedulerStats:
@@ -101,12 +92,16 @@ class EngineCore:
         """The scheduler's figures, and those of plugins under ``plugin_name/key``."""
         stats = self._scheduler.stats()
         figures = {name: float(getattr(stats, name)) for name in stats.__struct_fields__}
-        for more in self._hooks.call("octavo_metrics"):
+        for more in self._hooks.call("octavo_metrics") if self._hooks is not None else ():
             figures.update(more)
         return figures
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False when requests still hold some."""
+        stats = self._scheduler.stats()
+        if stats.num_running == stats.num_waiting == 0:
+            while self._in_flight:  # planned ahead for requests that have ended since
+                self._land()
         return self._scheduler.reset_prefix_cache()
 
     def call(self, method: WorkerMethod, **arguments: Any) -> list[Any]:
@@ -120,7 +115,16 @@ class EngineCore:
             return
         self._stopped = True
         self._executor.shutdown()
-        self._hooks.call("octavo_engine_stopped")
+        if self._hooks:
+            self._hooks.call("octavo_engine_stopped")
+
+    def _land(self) -> StepOutput:
+        """Wait for the oldest step and apply its result."""
+        failure = self._in_flight[0].exception()  # may be interrupted: the step stays in flight then
+        future = self._in_flight.popleft()
+        if failure is not None:
+            self._fail(failure)
+        return self._scheduler.update(future.result())
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -139,13 +143,13 @@ class EngineCore:
         raise error from (None if known else failure)
 
 
-def start_core(config: EngineConfig, *, hooks: Any = None) -> EngineCore:
+def start_core(config: EngineConfig, *, hooks: Hooks | None = None) -> EngineCore:
     """Start workers for a resolved configuration. Raises typed errors; nothing is left behind then."""
     from octavo.core.discovery import installed
     from octavo.core.discovery.hooks import Hooks
 
     started_s = time.perf_counter()
-    hooks = (Hooks.load(installed(), config) if hooks is None else hooks) or NoHooks()
+    hooks = Hooks.load(installed(), config) if hooks is None else hooks
     hooks.call("octavo_configure", config=config)
     executor: Executor = installed().load("executor", config.plugins.executor)()
     try:
@@ -165,7 +169,7 @@ def start_core(config: EngineConfig, *, hooks: Any = None) -> EngineCore:
     return core
 
 
-def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, hooks: Any = None) -> EngineCore:
+def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, hooks: Hooks | None = None) -> EngineCore:
     """A core on an executor that has started: its cache manager, policy, proposer and scheduler."""
     from octavo.core.discovery import installed
     from octavo.core.kv_cache import KVCacheManager

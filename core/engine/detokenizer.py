@@ -52,7 +52,7 @@ class TokenBytes:
 
     def first(self, token_id: int) -> bytes:
         """The piece's bytes at the start of a text, where some tokenizers drop the space that joins words."""
-        if self._byte_level or token_id in self._byte_tokens:
+        if self._byte_level or self._byte_tokens.get(token_id, 0) >= 0x80:  # a part of a character
             return self(token_id)
         return self._raw.decode([token_id], skip_special_tokens=False).encode()
 

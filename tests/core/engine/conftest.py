@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class EchoExecutor:
 
     def _run(self, step: StepPlan) -> StepResult:
         assert self.gate.wait(30), "the test never opened the gate"
+        time.sleep(0.001)  # long enough for the engine to plan ahead
         self._in_flight -= 1
         self.num_steps += 1
         if self.num_steps == self.fail_at:
@@ -132,13 +134,20 @@ def echo_front(byte_tokenizer: ByteTokenizer) -> Iterator[Callable[..., Front]]:
     """Makes fronts on an `EchoExecutor` and the real scheduler; shuts them down."""
     made: list[Front] = []
 
-    def make(executor: EchoExecutor | None = None, *, num_blocks: int = 200, max_model_len: int = 200, **options: Any) -> Front:
+    def make(
+        executor: EchoExecutor | None = None,
+        *,
+        num_blocks: int = 200,
+        max_model_len: int = 200,
+        hooks: Any = None,
+        **options: Any,
+    ) -> Front:
         executor = executor or EchoExecutor()
         config = EngineConfig.from_flat(
             model="echo", platform="echo", max_model_len=max_model_len, **{"max_num_seqs": 8, **options}
         )
         info = executor.info(num_blocks)
-        core = assemble_core(config, executor, info)
+        core = assemble_core(config, executor, info, hooks)
         maker = RequestMaker(
             tokenizer=byte_tokenizer,  # type: ignore[arg-type]
             vocab_size=257,

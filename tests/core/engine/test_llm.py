@@ -11,7 +11,10 @@ import pytest
 
 from octavo.core.api.errors import EngineError, UsageError, WorkerDied
 from octavo.core.api.executor import WorkerMethod
+from octavo.core.api.hooks import hookimpl
 from octavo.core.api.sampling import SamplingParams
+from octavo.core.api.scheduling import SchedulerStats
+from octavo.core.discovery.hooks import Hooks
 from octavo.core.engine.interrupt import interrupt_deferred
 from octavo.core.engine.llm import LLM
 
@@ -204,4 +207,37 @@ def test_metrics_and_worker_calls_reach_through(make_llm: MakeLLM) -> None:
     figures = llm.front.core.metrics()
     assert figures["steps_total"] >= 5
     assert figures["num_running"] == 0
+    assert "listener/lines" not in figures
     assert llm.front.core.call(WorkerMethod.COUNTERS) == [{"method": "counters"}]
+
+
+class Listener:
+    """A plugin that counts steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.num_stops = 0
+
+    @hookimpl
+    def octavo_step_finished(self, stats: SchedulerStats, step_s: float) -> None:
+        self.steps.append(step_s)
+
+    @hookimpl
+    def octavo_metrics(self) -> dict[str, float]:
+        return {"steps": float(len(self.steps))}
+
+    @hookimpl
+    def octavo_engine_stopped(self) -> None:
+        self.num_stops += 1
+
+
+def test_plugins_hear_of_steps_metrics_and_the_end(make_llm: MakeLLM) -> None:
+    listener = Listener()
+    llm = make_llm(hooks=Hooks({"listener": listener}))
+    llm.generate(["abc"] * 3, params(5))
+    assert len(listener.steps) >= 5
+    assert all(step_s >= 0 for step_s in listener.steps)
+    assert llm.front.core.metrics()["listener/steps"] == len(listener.steps)
+    llm.close()
+    llm.close()
+    assert listener.num_stops == 1
