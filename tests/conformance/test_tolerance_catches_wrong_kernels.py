@@ -321,3 +321,12 @@ def test_the_baseline_rounds_its_weights_to_the_dtype() -> None:
     wide, _ = baseline_attentions(case.spec, case.inputs, case.params)
     rounded, _ = baseline_attentions(narrow, case.inputs, case.params)
     assert 0 < (rounded.float() - wide).abs().max() < 0.05
+
+
+def test_a_tolerance_ten_times_looser_would_let_faults_escape() -> None:
+    narrow = judge(NarrowAccumulation(), CASES["bfloat16"]["long"])
+    assert narrow.worst < 10
+    assert narrow.rms_ratio < 10
+    late_cap = judge(SoftCapAfterMask(), CASES["bfloat16"]["soft_cap"])
+    assert late_cap.worst < 10
+    assert late_cap.rms_ratio < 10
