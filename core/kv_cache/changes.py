@@ -47,6 +47,3 @@ class GroupChanges:
             return None
         copies, self._copies = self._copies, {}
         return np.array([(source, target) for target, source in copies.items()], np.int32)
-
-    def __bool__(self) -> bool:
-        return bool(self._entries or self._copies)

@@ -25,16 +25,19 @@ class FullAttentionManager(KVManager):
         self.table = np.zeros((max_num_seqs, -(-max_model_len // self.block_size)), np.int32)
         self.num_columns: IntArray = np.zeros(max_num_seqs, np.int32)
         self.shared_at: IntArray = np.full(max_num_seqs, NEVER, np.int32)
+        self._sharing: set[int] = set()  # slots whose shared_at isn't NEVER
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def next_change(self, slots: IntArray) -> IntArray:
-        bound: IntArray = np.minimum(self.num_columns[slots] * self.block_size, self.shared_at[slots])
-        return bound
+        bound: IntArray = self.num_columns[slots] * self.block_size
+        return np.minimum(bound, self.shared_at[slots]) if self._sharing else bound
 
     def demand(self, slots: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
         counts = self._missing(slots, ends)
+        if not self._sharing:
+            return counts
         written = ends > np.maximum(starts, self.shared_at[slots])
         for i in np.flatnonzero(written).tolist():
             column = int(starts[i]) // self.block_size
@@ -43,8 +46,8 @@ class FullAttentionManager(KVManager):
         return counts
 
     def extend(self, slots: IntArray, starts: IntArray, ends: IntArray, changes: TableChanges) -> None:
-        written = ends > np.maximum(starts, self.shared_at[slots])
-        if written.any():
+        if self._sharing:
+            written = ends > np.maximum(starts, self.shared_at[slots])
             for slot, start in zip(slots[written].tolist(), starts[written].tolist(), strict=True):
                 self._copy_on_write(slot, start // self.block_size, changes)
         counts = self._missing(slots, ends)
@@ -53,7 +56,7 @@ class FullAttentionManager(KVManager):
             return
         blocks = self.pool.allocate(total)
         have = self.num_columns[slots]
-        if total == len(slots) and counts.all():
+        if total == len(slots) and np.count_nonzero(counts) == total:
             owners, columns = slots, have
         else:
             owners = np.repeat(slots, counts)
@@ -86,12 +89,13 @@ class FullAttentionManager(KVManager):
         self.num_columns[child] = len(shared)
         if num_tokens % self.block_size:
             self.shared_at[[parent, child]] = num_tokens
+            self._sharing.update((parent, child))
 
     def free(self, slot: int) -> None:
         blocks = self.entries(slot)[::-1]
         self.table[slot, : len(blocks)] = 0
         self.num_columns[slot] = 0
-        self.shared_at[slot] = NEVER
+        self._unshare(slot)
         self.pool.release(blocks[blocks != 0])
 
     def entries(self, slot: int) -> IntArray:
@@ -102,9 +106,13 @@ class FullAttentionManager(KVManager):
         missing: IntArray = np.maximum(wanted - self.num_columns[slots], 0)
         return missing
 
+    def _unshare(self, slot: int) -> None:
+        self.shared_at[slot] = NEVER
+        self._sharing.discard(slot)
+
     def _copy_on_write(self, slot: int, column: int, changes: TableChanges) -> None:
         """The slot is about to write into this column: have a block of its own there."""
-        self.shared_at[slot] = NEVER
+        self._unshare(slot)
         if column >= self.num_columns[slot]:
             return
         source = self.table[slot, column : column + 1].copy()

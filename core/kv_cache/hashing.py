@@ -37,6 +37,16 @@ def encode_extra(cache_salt: str | None, extra_keys: Any) -> bytes:
         raise UsageError(f"extra_keys must be plain data that msgpack can carry: {error}") from error
 
 
+class Prefix:
+    """What a sequence is found by: the keys of its full blocks so far (a chain for each block size) and its extra keys."""
+
+    __slots__ = ("chains", "extra")
+
+    def __init__(self, chains: tuple[list[bytes], ...], extra: bytes) -> None:
+        self.chains = chains
+        self.extra = extra
+
+
 class PrefixHasher:
     """Extends chains of keys, one block of ``block_size`` tokens at a time."""
 
@@ -44,37 +54,31 @@ class PrefixHasher:
         if algorithm not in ALGORITHMS:
             raise UsageError(f"unknown prefix hash {algorithm!r}; choose one of {', '.join(sorted(ALGORITHMS))}")
         self.block_size = block_size
+        self._offsets = np.arange(block_size, dtype=np.int32)
         self._hash = ALGORITHMS[algorithm]
 
-    def extend_rows(
-        self, keys: Sequence[list[bytes]], slots: IntArray, num_blocks: IntArray, tokens: IntArray, extra: Sequence[bytes]
-    ) -> None:
-        """Extend each ``keys[i]`` to ``num_blocks[i]`` blocks of the sequence in row ``slots[i]`` of ``tokens``."""
-        size = self.block_size
-        have = np.fromiter(map(len, keys), np.int32, len(keys))
-        single = np.flatnonzero(num_blocks - have == 1)
-        if len(single):
-            places = (have[single] * size)[:, None] + np.arange(size, dtype=np.int32)
-            data = tokens[slots[single][:, None], places].astype("<i4", copy=False).tobytes()
-            hash_of, stride = self._hash, 4 * size
-            for k, i in enumerate(single.tolist()):
-                chain = keys[i]
-                parent = chain[-1] if chain else ROOT
-                chain.append(hash_of(parent + data[k * stride : (k + 1) * stride] + extra[i]).digest())
-        for i in np.flatnonzero(num_blocks - have > 1).tolist():
-            self.extend(keys[i], tokens[slots[i], : int(num_blocks[i]) * size], extra[i])
-
-    def extend(self, keys: list[bytes], tokens: IntArray, extra: bytes) -> None:
-        """Append the keys of the full blocks in ``tokens`` (whole sequence, [n] int32) that ``keys`` lacks."""
+    def extend(self, chain: list[bytes], tokens: IntArray, extra: bytes) -> None:
+        """Append the keys of the full blocks in ``tokens`` (the whole sequence, [n] int32) that ``chain`` lacks."""
         stride = 4 * self.block_size
-        data = tokens[len(keys) * self.block_size :].astype("<i4", copy=False).tobytes()
-        end = len(data) // stride * stride
-        parent, hash_of = keys[-1] if keys else ROOT, self._hash
-        if extra:
-            for at in range(0, end, stride):
-                parent = hash_of(parent + data[at : at + stride] + extra).digest()
-                keys.append(parent)
-        else:
-            for at in range(0, end, stride):
-                parent = hash_of(parent + data[at : at + stride]).digest()
-                keys.append(parent)
+        data = tokens[len(chain) * self.block_size :].astype("<i4", copy=False).tobytes()
+        parent, hash_of, append = chain[-1] if chain else ROOT, self._hash, chain.append
+        for at in range(0, len(data) // stride * stride, stride):
+            parent = hash_of(parent + data[at : at + stride] + extra).digest()
+            append(parent)
+
+    def next_keys(
+        self, chains: Sequence[list[bytes]], extras: Sequence[bytes], slots: IntArray, columns: IntArray, tokens: IntArray
+    ) -> list[bytes]:
+        """The key of block ``columns[i]`` of the sequence in row ``slots[i]`` of ``tokens``, appended to ``chains[i]`` if it
+        isn't there; the blocks before it must be. All blocks' tokens are gathered at once.
+        """
+        places = (columns * self.block_size)[:, None] + self._offsets
+        data = tokens[slots[:, None], places].astype("<i4", copy=False).tobytes()
+        keys, hash_of, stride = [], self._hash, 4 * self.block_size
+        at = 0
+        for chain, extra, column in zip(chains, extras, columns.tolist(), strict=True):
+            if len(chain) == column:
+                chain.append(hash_of((chain[-1] if chain else ROOT) + data[at : at + stride] + extra).digest())
+            keys.append(chain[column])
+            at += stride
+        return keys

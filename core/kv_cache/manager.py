@@ -12,7 +12,7 @@ from octavo.core.api.kv_cache import MLA, AnyKVSpec, FullAttention, KVGroupInfo,
 from octavo.core.api.scheduling import IntArray, TableUpdate
 from octavo.core.kv_cache.changes import GroupChanges
 from octavo.core.kv_cache.full import NEVER, FullAttentionManager
-from octavo.core.kv_cache.hashing import PrefixHasher
+from octavo.core.kv_cache.hashing import Prefix, PrefixHasher
 from octavo.core.kv_cache.pool import BlockPool
 from octavo.core.kv_cache.recurrent import RecurrentStateManager
 from octavo.core.kv_cache.window import SlidingWindowManager
@@ -31,10 +31,6 @@ class Hit:
 
     num_tokens: int
     entries: tuple[IntArray, ...]
-
-
-Keys = tuple[list[bytes], ...]
-"""A sequence's prefix keys: one chain for each distinct block size of the groups."""
 
 
 class KVCacheManager:
@@ -82,6 +78,7 @@ class KVCacheManager:
         self.event_at: IntArray = np.zeros(max_num_seqs, np.int32)  # a row may end here without anything to do
         self.commit_at: IntArray = np.full(max_num_seqs, NEVER, np.int32)  # with more tokens known, a block can be committed
         self._committed: IntArray = np.zeros((len(sizes), max_num_seqs), np.int32)  # full blocks that others can find, by chain
+        self._prefixes: list[Prefix | None] = [None] * max_num_seqs
         self._chain_sizes: IntArray = np.array(sizes, np.int32)[:, None]
         self._fits: dict[int, int] = {}
 
@@ -123,36 +120,36 @@ class KVCacheManager:
 
     # A request's prefix
 
-    def new_keys(self) -> Keys:
-        return tuple([] for _ in self.hashers)
+    def new_prefix(self, tokens: IntArray, extra: bytes) -> Prefix:
+        """The prefix of a new sequence, its full blocks hashed."""
+        prefix = Prefix(tuple([] for _ in self.hashers), extra)
+        self.extend_prefix(prefix, tokens)
+        return prefix
 
-    def extend_keys(self, keys: Keys, tokens: IntArray, extra: bytes) -> None:
-        """Hash the full blocks of ``tokens`` (the whole sequence) that ``keys`` lacks."""
+    def extend_prefix(self, prefix: Prefix, tokens: IntArray) -> None:
+        """Hash the full blocks of ``tokens`` (the whole sequence) that ``prefix`` lacks."""
         if self.enable_prefix_caching:
-            for hasher, chain in zip(self.hashers, keys, strict=True):
-                hasher.extend(chain, tokens, extra)
+            for hasher, chain in zip(self.hashers, prefix.chains, strict=True):
+                hasher.extend(chain, tokens, prefix.extra)
 
-    def cut_keys(self, keys: Keys, num_tokens: int) -> Keys:
-        """A copy of the keys of the full blocks in the first ``num_tokens`` tokens."""
-        return tuple(chain[: num_tokens // hasher.block_size] for chain, hasher in zip(keys, self.hashers, strict=True))
+    def cut_prefix(self, prefix: Prefix, num_tokens: int) -> Prefix:
+        """A copy that covers the full blocks in the first ``num_tokens`` tokens."""
+        pairs = zip(prefix.chains, self.hashers, strict=True)
+        return Prefix(tuple(chain[: num_tokens // hasher.block_size] for chain, hasher in pairs), prefix.extra)
 
-    def key_after(self, keys: Keys, num_tokens: int) -> bytes | None:
-        """The key of the full block that starts at position ``num_tokens`` or holds it, if there is one (first chain)."""
-        column = num_tokens // self.hashers[0].block_size
-        return keys[0][column] if column < len(keys[0]) else None
-
-    def keys_between(self, keys: Keys, begin: int, end: int) -> list[bytes]:
-        """Keys of the blocks that computing positions [begin, end) fills (first chain)."""
+    def keys_between(self, prefix: Prefix, begin: int, end: int) -> list[bytes]:
+        """Keys of the blocks that computing positions [begin, end) fills (of the first block size)."""
         size = self.hashers[0].block_size
-        return keys[0][begin // size : end // size]
+        return prefix.chains[0][begin // size : end // size]
 
-    def match(self, keys: Keys, num_tokens: int) -> Hit:
+    def match(self, prefix: Prefix, num_tokens: int) -> Hit:
         """The longest prefix of ``num_tokens`` tokens that every group has in the cache, in whole blocks."""
         if not self.enable_prefix_caching:
             return self.no_hit
         limit = num_tokens if self.full_hit else num_tokens - 1
         while limit := limit // self._alignment * self._alignment:
-            found = [m.match(keys[c], limit, num_tokens - 1) for m, c in zip(self.managers, self._chain_of, strict=True)]
+            pairs = zip(self.managers, self._chain_of, strict=True)
+            found = [manager.match(prefix.chains[chain], limit, num_tokens - 1) for manager, chain in pairs]
             shortest = min(length for length, _ in found)
             if all(length == shortest for length, _ in found) and shortest % self._alignment == 0:
                 return Hit(shortest, tuple(entries for _, entries in found))
@@ -170,11 +167,11 @@ class KVCacheManager:
 
     # A slot's life
 
-    def adopt(self, slot: int, hit: Hit) -> None:
-        """Start a slot with a cached prefix (maybe none)."""
+    def adopt(self, slot: int, prefix: Prefix, hit: Hit) -> None:
+        """Start an empty slot with what `match` found in the cache (maybe nothing). `commit` extends ``prefix``."""
         for manager, entries, changes in zip(self.managers, hit.entries, self._changes, strict=True):
             manager.adopt(slot, entries, hit.num_tokens, changes)
-        self._start(np.array([slot], np.int32), hit.num_tokens)
+        self._start(slot, prefix, hit.num_tokens)
 
     def trim(self, slots: IntArray, starts: IntArray) -> None:
         """Give back what queries from ``starts`` on don't see."""
@@ -188,38 +185,51 @@ class KVCacheManager:
             wanted[pool] += manager.demand(slots, starts, ends)
         return wanted
 
+    def try_extend(self, slots: IntArray, starts: IntArray, ends: IntArray) -> bool:
+        """`extend` if the pools have enough; False and nothing done if not."""
+        wanted = [0] * len(self.pools)
+        for manager, pool in zip(self.managers, self._pool_of, strict=True):
+            wanted[pool] += int(manager.demand(slots, starts, ends).sum())
+        if any(count > pool.num_free for count, pool in zip(wanted, self.pools, strict=True)):
+            return False
+        self.extend(slots, starts, ends)
+        return True
+
     def extend(self, slots: IntArray, starts: IntArray, ends: IntArray, *, announce: bool = True) -> None:
         """Make [starts, ends) writable. ``announce=False``: the slots are new, their tables travel with `NewRequest`."""
         for manager, changes in zip(self.managers, self._changes, strict=True):
             manager.extend(slots, starts, ends, changes if announce else _Quiet(changes))
         self._touch(slots)
 
-    def fork(self, parent: int, child: int, num_tokens: int) -> None:
-        """Share the parent's first ``num_tokens`` tokens with an empty slot."""
+    def fork(self, parent: int, child: int, prefix: Prefix, num_tokens: int) -> None:
+        """Share the parent's first ``num_tokens`` tokens with an empty slot, whose own ``prefix`` it is."""
         for manager, changes in zip(self.managers, self._changes, strict=True):
             manager.fork(parent, child, num_tokens, changes)
         self._touch(np.array([parent], np.int32))
-        self._start(np.array([child], np.int32), num_tokens)
+        self._start(child, prefix, num_tokens)
 
-    def commit(
-        self, slots: IntArray, num_tokens: IntArray, tokens: IntArray, keys: Sequence[Keys], extra: Sequence[bytes]
-    ) -> None:
-        """The first ``num_tokens[i]`` tokens of ``slots[i]`` are known and computed: let others find their full blocks.
-
-        ``tokens`` [max_num_seqs, …] are by slot; ``keys[i]`` are extended to cover them.
+    def commit(self, slots: IntArray, num_tokens: IntArray, tokens: IntArray) -> None:
+        """The first ``num_tokens[i]`` tokens of ``slots[i]`` (rows of ``tokens``) are known and computed: let others find the
+        full blocks in them.
         """
         if not self.enable_prefix_caching:
             return
+        prefixes = [prefix for slot in slots.tolist() if (prefix := self._prefixes[slot]) is not None]
+        extras = [prefix.extra for prefix in prefixes]
         for number, hasher in enumerate(self.hashers):
-            chains = [chain[number] for chain in keys]
+            chains = [prefix.chains[number] for prefix in prefixes]
             first, last = self._committed[number, slots], num_tokens // hasher.block_size
-            hasher.extend_rows(chains, slots, last, tokens, extra)
-            owners, columns = _spans(slots, first, last)
-            fresh = [key for chain, a, b in zip(chains, first.tolist(), last.tolist(), strict=True) for key in chain[a:b]]
+            if np.count_nonzero(last - first == 1) == len(slots):  # as in a decode step
+                owners, columns = slots, first
+                keys = hasher.next_keys(chains, extras, slots, first, tokens)
+            else:
+                for prefix, slot, count in zip(prefixes, slots.tolist(), num_tokens.tolist(), strict=True):
+                    hasher.extend(prefix.chains[number], tokens[slot, :count], prefix.extra)
+                owners, columns, keys = _spans(slots, first, last, chains)
             for manager, chain in zip(self.managers, self._chain_of, strict=True):
-                if chain == number and len(owners):
-                    manager.commit(owners, columns, fresh)
-            self._committed[number, slots] = np.maximum(first, last)
+                if chain == number and keys:
+                    manager.commit(owners, columns, keys)
+            self._committed[number, slots] = last
         self._set_commit_at(slots)
 
     def free(self, slot: int) -> None:
@@ -230,6 +240,7 @@ class KVCacheManager:
         self.event_at[slot] = 0
         self.commit_at[slot] = NEVER
         self._committed[:, slot] = 0
+        self._prefixes[slot] = None
 
     def entries(self, slot: int) -> tuple[IntArray, ...]:
         """For each group, the slot's table entries in use."""
@@ -244,14 +255,9 @@ class KVCacheManager:
 
     def take_changes(self) -> tuple[tuple[TableUpdate | None, ...], tuple[IntArray | None, ...]]:
         """What changed since the last call: ``StepPlan.tables`` and ``StepPlan.block_copies``, each () if nothing did."""
-        if not any(self._changes):
-            return (), ()
-        tables = tuple(changes.take_update() for changes in self._changes)
-        copies = tuple(changes.take_copies() for changes in self._changes)
-        return (
-            tables if any(t is not None for t in tables) else (),
-            copies if any(c is not None for c in copies) else (),
-        )
+        tables = tuple([changes.take_update() for changes in self._changes])
+        copies = tuple([changes.take_copies() for changes in self._changes])
+        return tables if any(map(_is_something, tables)) else (), copies if any(map(_is_something, copies)) else ()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. The caller sees to it that no running request goes on committing blocks."""
@@ -270,25 +276,32 @@ class KVCacheManager:
             bound = np.minimum(bound, manager.next_change(slots))
         self.event_at[slots] = bound
 
-    def _start(self, slots: IntArray, num_cached_tokens: int) -> None:
+    def _start(self, slot: int, prefix: Prefix, num_cached_tokens: int) -> None:
+        slots = np.array([slot], np.int32)
         self._touch(slots)
+        self._prefixes[slot] = prefix
         self._committed[:, slots] = num_cached_tokens // self._chain_sizes
         if self.enable_prefix_caching:
             self._set_commit_at(slots)
 
     def _set_commit_at(self, slots: IntArray) -> None:
-        self.commit_at[slots] = ((self._committed[:, slots] + 1) * self._chain_sizes).min(axis=0)
+        edges = (self._committed[:, slots] + 1) * self._chain_sizes
+        self.commit_at[slots] = edges[0] if len(edges) == 1 else edges.min(axis=0)
 
 
-def _spans(owners: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray]:
-    """Every (owner, column) with ``first[i]`` <= column < ``last[i]``."""
-    counts = np.maximum(last - first, 0)
-    if int(counts.max(initial=0)) == 1 and counts.all():
-        return owners, first
+def _spans(
+    owners: IntArray, first: IntArray, last: IntArray, keys: Sequence[list[bytes]]
+) -> tuple[IntArray, IntArray, list[bytes]]:
+    """Every (owner, column, key) with ``first[i]`` <= column < ``last[i]``."""
+    counts = last - first
     ends = np.cumsum(counts, dtype=np.int32)
-    total = int(ends[-1]) if len(ends) else 0
-    columns = np.arange(total, dtype=np.int32) + np.repeat(first - ends + counts, counts)
-    return np.repeat(owners, counts), columns
+    columns = np.arange(int(ends[-1]), dtype=np.int32) + np.repeat(first - ends + counts, counts)
+    spans = zip(keys, first.tolist(), last.tolist(), strict=True)
+    return np.repeat(owners, counts), columns, [key for chain, begin, end in spans for key in chain[begin:end]]
+
+
+def _is_something(change: object) -> bool:
+    return change is not None
 
 
 class _Quiet:

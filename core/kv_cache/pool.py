@@ -49,8 +49,9 @@ class BlockPool:
         """The ``count`` least recently used free blocks, now with one reference each; what they carried is evicted."""
         blocks = self._free.pop(count)
         self.ref_count[blocks] = 1
-        evicted = blocks[self._cached[blocks]]
-        if len(evicted):
+        cached = self._cached[blocks]
+        if np.count_nonzero(cached):
+            evicted = blocks[cached]
             self._forget(evicted)
             self.num_evictions += len(evicted)
         return blocks

@@ -86,14 +86,14 @@ class Admission:
     def fork(self, parent: RequestState, child: RequestState, tokens: IntArray, *, num_computed: int, num_shared: int) -> None:
         """Start ``child`` with these tokens, sharing the blocks of the parent's first ``num_shared``; without room it waits."""
         if parent.status is Status.RUNNING and self._roster.num_free_slots and self._has_headroom():
-            child.keys = self._kv.cut_keys(parent.keys, num_shared)
+            child.prefix = self._kv.cut_prefix(parent.prefix, num_shared)
             slot = self._roster.enter(child, tokens, num_computed, num_shared)
-            self._kv.fork(parent.slot, slot, num_shared)
+            self._kv.fork(parent.slot, slot, child.prefix, num_shared)
         else:
             self._wait(parent, child, tokens, num_shared)
 
     def _wait(self, parent: RequestState, child: RequestState, tokens: IntArray, num_shared: int) -> None:
-        child.keys = self._kv.cut_keys(parent.keys, num_shared)
+        child.prefix = self._kv.cut_prefix(parent.prefix, num_shared)
         child.known = tokens
         self._roster.waiting.push(child)
 
@@ -101,15 +101,14 @@ class Admission:
         if state.prompt_logprobs:  # every position has to be computed
             return self._kv.no_hit
         if state.num_tokens > state.num_prompt_tokens:  # resumed, or a beam: its output is looked up too
-            self._kv.extend_keys(state.keys, state.known, state.extra)
-        return self._kv.match(state.keys, state.num_tokens)
+            self._kv.extend_prefix(state.prefix, state.known)
+        return self._kv.match(state.prefix, state.num_tokens)
 
     def _steps_back(self, state: RequestState, hit: Hit) -> bool:
-        key = self._kv.key_after(state.keys, hit.num_tokens)
-        if state.deferred or key is None or key not in self._filling:
+        if state.deferred or not self._filling:
             return False
-        state.deferred = True
-        return True
+        state.deferred = not self._filling.isdisjoint(self._kv.keys_between(state.prefix, hit.num_tokens, state.num_tokens)[:1])
+        return state.deferred
 
     def _first_chunk(self, hit: Hit, num_tokens: int, budget: int) -> int:
         computed = min(hit.num_tokens, num_tokens - 1)
@@ -149,11 +148,11 @@ class Admission:
         self._roster.waiting.pop()
         tokens, computed = state.known, min(hit.num_tokens, state.num_tokens - 1)
         slot = self._roster.enter(state, tokens, computed, hit.num_tokens)
-        self._kv.adopt(slot, hit)
+        self._kv.adopt(slot, state.prefix, hit)
         start, end = max(computed, hit.num_tokens), computed + count
         if end > start:
             self._kv.extend(_one(slot), _one(start), _one(end), announce=False)
-        self._filling.update(self._kv.keys_between(state.keys, hit.num_tokens, end))
+        self._filling.update(self._kv.keys_between(state.prefix, hit.num_tokens, end))
         self.num_queries += len(tokens)
         self.num_hits += computed
 
@@ -162,7 +161,7 @@ class Admission:
         keys: set[bytes] = set()
         for slot, count in zip(slots[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
             computed = int(self._roster.arrays.num_computed[slot])
-            keys.update(self._kv.keys_between(self._roster.state(slot).keys, computed, computed + count))
+            keys.update(self._kv.keys_between(self._roster.state(slot).prefix, computed, computed + count))
         return keys
 
 

@@ -58,7 +58,7 @@ class Collector:
         arrays.num_known[slots] = known
         self._roster.commit_known(slots, known)
         stopped = find_stops(arrays, slots, tokens, known)
-        if not stopped.any():
+        if not np.count_nonzero(stopped):
             return []
         return [self._finish(*row) for row in zip(slots[stopped].tolist(), tokens[stopped].tolist(), strict=True)]
 

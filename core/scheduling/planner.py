@@ -51,7 +51,7 @@ class Planner:
         if len(self._flight) and (ends >= arrays.limit[rows]).any():  # its last token is being sampled
             return None
         due = ends > self._kv.event_at[rows]
-        if due.any() and not self._extend_decodes(rows[due], ends[due]):
+        if np.count_nonzero(due) and not self._extend_decodes(rows[due], ends[due]):
             return None
         arrays.num_computed[rows] = ends
         arrays.num_tokens[rows] = ends + 1
@@ -75,10 +75,7 @@ class Planner:
         """Give decode rows what they need; False (and nothing given) if there isn't enough."""
         starts = ends - 1
         self._kv.trim(slots, starts)
-        if (self._kv.demand(slots, starts, ends).sum(axis=1) > self._kv.num_free).any():
-            return False
-        self._kv.extend(slots, starts, ends)
-        return True
+        return self._kv.try_extend(slots, starts, ends)
 
     def _grant(self) -> tuple[IntArray, IntArray]:
         """Running slots that have something to compute, and how many tokens each gets."""
@@ -111,16 +108,14 @@ class Planner:
             if not len(due):
                 break
             kv.trim(slots[due], computed[due])
-            demand = kv.demand(slots[due], starts[due], ends[due])
-            total = demand.sum(axis=1)
-            if (total <= kv.num_free).all():
-                kv.extend(slots[due], starts[due], ends[due])
+            if kv.try_extend(slots[due], starts[due], ends[due]):
                 break
             if self._drafter is not None and (drafts := self._drafter.counts(slots, counts)).any():
                 counts = counts - drafts
                 self._drafter.forget()
                 continue
-            if (total <= kv.num_free + kv.num_limbo).all():
+            demand = kv.demand(slots[due], starts[due], ends[due])
+            if (demand.sum(axis=1) <= kv.num_free + kv.num_limbo).all():
                 late = due[(np.cumsum(demand, axis=1) > kv.num_free[:, None]).any(axis=0)]
                 kept = np.delete(np.arange(len(slots)), late)
             else:

@@ -112,18 +112,14 @@ class Roster:
     def commit_computed(self, slots: IntArray, computed: IntArray) -> None:
         """Blocks filled by a step that was just planned, as far as their tokens are known: the next step may share them."""
         due = (computed >= self.kv.commit_at[slots]) & (computed <= self.arrays.num_known[slots])
-        if due.any():
-            self._commit(slots[due], computed[due])
+        if np.count_nonzero(due):
+            self.kv.commit(slots[due], computed[due], self.arrays.tokens)
 
     def commit_known(self, slots: IntArray, known: IntArray) -> None:
         """Blocks that came to be full and known by the last tokens sampled (whose own positions aren't computed yet)."""
         due = known > self.kv.commit_at[slots]
-        if due.any():
-            self._commit(slots[due], known[due] - 1)
-
-    def _commit(self, slots: IntArray, num_tokens: IntArray) -> None:
-        states = [self.state(slot) for slot in slots.tolist()]
-        self.kv.commit(slots, num_tokens, self.arrays.tokens, [s.keys for s in states], [s.extra for s in states])
+        if np.count_nonzero(due):
+            self.kv.commit(slots[due], known[due] - 1, self.arrays.tokens)
 
     def reclaim(self) -> None:
         """Free the slots that no step in flight uses any more."""

@@ -80,12 +80,10 @@ class Scheduler:
         if request.request_id in self._requests:
             raise UsageError(f"request id {request.request_id!r} is in use; ids must be unique among unfinished requests")
         check_request(request, self.config, self._kv, self.max_model_len)
-        extra = encode_extra(request.cache_salt, request.extra_keys)
-        keys = self._kv.new_keys()
-        self._kv.extend_keys(keys, request.prompt_token_ids, extra)
-        first = RequestState(request, request.index, self._num_arrivals, self._arrays, keys, extra)
+        prefix = self._kv.new_prefix(request.prompt_token_ids, encode_extra(request.cache_salt, request.extra_keys))
+        first = RequestState(request, request.index, self._num_arrivals, self._arrays, prefix)
         for index in range(request.index + 1, request.index + request.sampling.n):
-            first.forks.append(RequestState(request, index, self._num_arrivals, self._arrays, keys, extra, Status.PENDING))
+            first.forks.append(RequestState(request, index, self._num_arrivals, self._arrays, prefix, Status.PENDING))
         self._num_arrivals += 1
         self._requests[request.request_id] = [first, *first.forks]
         self._waiting.push(first)
@@ -119,7 +117,7 @@ class Scheduler:
         states = self._requests[request_id]
         if any(state.index == new_index for state in states):
             raise UsageError(f"completion {new_index} of request {request_id!r} exists already; choose another index")
-        child = RequestState(parent.request, new_index, parent.arrival, self._arrays, parent.keys, parent.extra, Status.PENDING)
+        child = RequestState(parent.request, new_index, parent.arrival, self._arrays, parent.prefix, Status.PENDING)
         tokens, shared = parent.tokens.copy(), parent.num_tokens - 1
         tokens[-1] = token_id
         states.append(child)

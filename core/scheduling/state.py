@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from octavo.core.api.sampling import SamplingParams
 from octavo.core.api.scheduling import IntArray, Request
-from octavo.core.kv_cache.manager import Keys
+from octavo.core.kv_cache.hashing import Prefix
 
 NO_SLOT = -1
 
@@ -57,13 +57,12 @@ class RequestState:
     __slots__ = (
         "arrival",
         "deferred",
-        "extra",
         "forks",
         "index",
-        "keys",
         "known",
         "num_prompt_tokens",
         "parked",
+        "prefix",
         "prompt_logprobs",
         "request",
         "slot",
@@ -78,8 +77,7 @@ class RequestState:
         index: int,
         arrival: int,
         slots: SlotArrays,
-        keys: Keys,
-        extra: bytes,
+        prefix: Prefix,
         status: Status = Status.WAITING,
     ) -> None:
         self.request = request
@@ -89,8 +87,7 @@ class RequestState:
         self.slot = NO_SLOT
         self.known: IntArray = request.prompt_token_ids  # every token known, while there is no slot
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.keys = keys
-        self.extra = extra
+        self.prefix = prefix
         self.status = status
         self.forks: list[RequestState] = []  # completions that wait for this one's prompt
         self.parked = False  # keeps slot and blocks, but isn't scheduled

@@ -12,10 +12,9 @@ from octavo.core.scheduling.state import RequestState, SlotArrays
 def find_stops(arrays: SlotArrays, slots: IntArray, tokens: IntArray, num_tokens: IntArray) -> NDArray[np.bool_]:
     """[n] bool: rows that end with this token. ``num_tokens`` [n] counts the token in."""
     stopped: NDArray[np.bool_] = num_tokens >= arrays.limit[slots]
-    for ids in arrays.stop_ids:
-        hit = ids[slots] == tokens
-        if hit.any():
-            stopped |= hit & (num_tokens >= arrays.stops_from[slots])
+    hits = arrays.stop_ids[:, slots] == tokens
+    if np.count_nonzero(hits):
+        stopped |= hits.any(axis=0) & (num_tokens >= arrays.stops_from[slots])
     return stopped
 
 
