@@ -21,7 +21,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="one JSON document on standard output")
 def list_models(as_json: bool) -> None:
     """List the models of the catalogue, and whether they are on this machine."""
-    from octavo.core.loading.catalogue import listing
+    from octavo.core.loading.catalogue import find, listing
 
     models = listing()
     if as_json:
@@ -40,7 +40,7 @@ def list_models(as_json: bool) -> None:
         click.echo(json.dumps({"models": rows}, ensure_ascii=False))
         return
     for model in models:
-        state = str(model.path) if model.present else f"not here: octavo models pull {model.name}"
+        state = str(model.path) if model.present else f"not here: octavo models pull {find(model.name).pull_arguments}"
         click.echo(f"{model.name:<14} {model.summary:<28} {model.size_bytes / 1e6:>6.0f} MB  {model.license:<18} {state}")
 
 

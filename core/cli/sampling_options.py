@@ -41,7 +41,8 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def take_sampling(options: dict[str, Any]) -> dict[str, Any]:
     """Remove the sampling flags from a command's keywords; those that were given. Raises `UsageError` on a bad value."""
     names = (*_FLAGS, "stop", "stop_token_ids", "ignore_eos")
-    given = {name: value for name in names if (value := options.pop(name)) not in (None, (), False)}
+    values = {name: options.pop(name) for name in names}
+    given = {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
     SamplingParams(**{"max_tokens": None, **given})
     return given
 

@@ -71,6 +71,8 @@ class TokenBytes:
                 return piece.encode()
         if token_id in self._byte_tokens:
             return bytes([self._byte_tokens[token_id]])
+        if self._raw.decoder is None:  # the library then puts spaces between tokens
+            return f" {piece}".encode()
         if self._anchor is None:
             return self._raw.decode([token_id], skip_special_tokens=False).encode()
         return self._raw.decode([self._anchor, token_id], skip_special_tokens=False)[1:].encode()

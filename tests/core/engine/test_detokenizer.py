@@ -143,3 +143,10 @@ def test_special_tokens_are_shown_when_asked_for() -> None:
 def test_the_space_that_joins_words_is_dropped_at_the_start_only() -> None:
     assert "".join(deltas(byte_fallback(True), [263, 263])) == "hello hello"
     assert "".join(deltas(byte_fallback(False), [263, 263])) == " hello hello"
+
+
+def test_a_vocabulary_of_words_is_joined_with_spaces() -> None:
+    raw = RawTokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2}, unk_token="one"))
+    tokenizer = Wrapped(raw, frozenset())
+    assert deltas(tokenizer, [0, 1, 2]) == ["one", " two", " three", ""]
+    assert raw.decode([0, 1, 2]) == "one two three"
