@@ -100,13 +100,13 @@ def _torch() -> tuple[Mapping[str, Any], Sequence[Finding]]:
             subject="torch", problem="torch isn't installed", remedy="pip install octavo brings it", severity="error"
         )
         return {**about, "imports": False, "error": "not installed"}, [missing]
-    error = _import_torch(autoload=environment.torch_autoload())
+    error = _import_torch()
     about |= {"imports": not error, "error": error}
     if not error:
         return about, []
-    if extensions and environment.torch_autoload() and not _import_torch(autoload=False):
-        found = re.search(r"backend extension: ([\w.-]+?)\.? ", error)
-        named = [str(extension) for extension in extensions if found and extension.name == found[1]]
+    found = re.search(r"backend extension: ([\w.-]+?)\.? ", error)  # torch's own words
+    if extensions and found:
+        named = [str(extension) for extension in extensions if extension.name == found[1]]
         return about, [
             Finding(
                 subject=", ".join(named or map(str, extensions)),
@@ -118,7 +118,7 @@ def _torch() -> tuple[Mapping[str, Any], Sequence[Finding]]:
     return about, [Finding(subject="torch", problem=f"can't be imported: {error}", remedy="reinstall torch", severity="error")]
 
 
-def _import_torch(*, autoload: bool) -> str:
+def _import_torch() -> str:
     """Import torch in a process of its own; the error, or nothing."""
     code = (
         "import sys\n"
@@ -127,7 +127,7 @@ def _import_torch(*, autoload: bool) -> str:
         " cause = error.__cause__\n"
         " print(error, f'({type(cause).__name__}: {cause})' if cause else '', file=sys.stderr); sys.exit(9)\n"
     )
-    env = {**os.environ, environment.TORCH_AUTOLOAD: "1" if autoload else "0", "PYTHONPATH": _python_path()}
+    env = {**os.environ, "PYTHONPATH": _python_path()}
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=_LOAD_LIMIT_S, env=env, check=False

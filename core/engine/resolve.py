@@ -58,15 +58,16 @@ def resolve(config: EngineConfig) -> Resolved:
         raise UsageError("no model is given", hint="--model NAME|FOLDER|FILE.gguf; octavo models list shows the catalogue")
     settled_before = _is_resolved(config)
     if not settled_before:
-        registry.start_probes()  # the answers come while the model's headers are read
-        import_torch(config, registry)
+        registry.probe()
+        _warn_of_broken(registry)
+        platform = select(
+            config, registry.entries
+        ).chosen.platform  # what can't run anywhere is refused before torch is imported
+        import_torch(registry.find("platform", platform))
     from octavo.core.loading import open_model
 
     source = open_model(config.model.model, models=registry.models())
     spec = source.spec
-    if not settled_before:
-        registry.probe()
-        _warn_of_broken(registry)
     model: type[CausalLM] = registry.load("model", spec.model_plugin)
     settled = _settle(_with_context_length(config, spec), registry, model, spec)
     if not settled_before:

@@ -6,16 +6,15 @@ import logging
 import sys
 
 from octavo.core.api.errors import PluginUnavailable
-from octavo.core.config import EngineConfig, environment
-from octavo.core.discovery import Registry
+from octavo.core.config import environment
+from octavo.core.discovery import PluginEntry
 from octavo.core.discovery.loading import root_cause
-from octavo.core.discovery.selection import select
 from octavo.core.discovery.torch_extensions import torch_extensions
 
 logger = logging.getLogger("octavo")
 
 
-def import_torch(config: EngineConfig, registry: Registry) -> None:
+def import_torch(platform: PluginEntry) -> None:
     """Import torch; without its extensions where the host's own processors run the model.
 
     Raises `PluginUnavailable` naming the extension when one breaks the import, with the remedy.
@@ -24,10 +23,9 @@ def import_torch(config: EngineConfig, registry: Registry) -> None:
     if not extensions:
         return
     listed = ", ".join(map(str, extensions))
-    platform = select(config, registry.probe().entries).chosen.platform
-    if registry.find("platform", platform).table.kind == "host":
+    if platform.table.kind == "host":
         environment.disable_torch_autoload()
-        logger.info("torch won't load %s: platform %s doesn't need it", listed, platform)
+        logger.info("torch won't load %s: platform %s doesn't need it", listed, platform.name)
         return
     try:
         import torch  # noqa: F401 - the import is the point
