@@ -42,7 +42,9 @@ def main() -> None:
     backend: type[AttentionBackend] = registry.load("attention", "jax-reference")
     platform: Platform = registry.load("platform", "jax-cpu")()
     platform.bind(0)
-    problems = {"declared": "" if list(chosen_cases(backend)) else "no case was drawn"}
+    entries = [registry.find("attention", "jax-reference"), registry.find("platform", "jax-cpu")]
+    problems = {"declared": "" if chosen_cases(backend) else "no case was drawn"}
+    problems["loaded"] = "; ".join(entry.warning for entry in entries if entry.warning)
     for case in chosen_cases(backend):
         problems[case.name] = what_is_wrong(backend, platform, case)
     checks: list[Callable[[type[AttentionBackend], Platform], str]] = [functional_cache, rebound_by_core, carried_whole]

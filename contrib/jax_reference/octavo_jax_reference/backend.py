@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +20,6 @@ from octavo.api.attention import (
     KVFormat,
     LayerParams,
 )
-from octavo_jax_reference.platform import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,13 +46,6 @@ class JaxAttention(AttentionBackend):
                 for name, width in widths.items()
             }
         )
-
-    def allocate_kv(self, num_units: int) -> Sequence[KVBuffers]:
-        buffers = self.kv_format().buffers
-        return [
-            {name: jnp.zeros((num_units, *buffer.shape), DTYPES[buffer.dtype]) for name, buffer in buffers.items()}
-            for _ in self.group.layers
-        ]
 
     def copy_blocks(self, kv: KVBuffers, pairs: Int32Array) -> KVBuffers:
         return {name: buffer.at[pairs[:, 1]].set(buffer[pairs[:, 0]]) for name, buffer in kv.items()}

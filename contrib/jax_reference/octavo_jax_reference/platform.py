@@ -86,6 +86,9 @@ class JaxPlatform(Platform):
             return torch.from_numpy(values.view(integers)).view(dtype)
         return torch.from_numpy(values)
 
+    def zeros(self, shape: Sequence[int], dtype: str) -> jax.Array:
+        return jnp.zeros(tuple(shape), DTYPES[dtype])
+
     def reject(self, config: EngineConfig) -> Sequence[Reason]:
         return [
             Reason(field="platform", wanted="a model run by a torch worker", supported="attention alone", hint="--platform cpu")
