@@ -84,7 +84,8 @@ def plain(small_model: Any) -> list[list[int]]:
 def test_tokens_do_not_depend_on_scheduling(small_model: Any, plain: list[list[int]], options: dict[str, Any]) -> None:
     with open_engine(small_model[0], **options) as llm:
         assert tokens(llm.generate(prompts(), greedy())) == plain
-        if "num_blocks" in options:
+        windows_only = set(llm.config.plugins.attention_backend) == {"sliding_window"}  # these need no more as they grow
+        if "num_blocks" in options and not windows_only:
             assert llm.front.core.stats().preemptions_total > 0
 
 
