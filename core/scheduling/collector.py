@@ -8,7 +8,7 @@ import numpy as np
 
 from octavo.core.api.scheduling import FinishedRequest, IntArray, StepOutput, StepResult
 from octavo.core.scheduling.flight import PlannedStep
-from octavo.core.scheduling.results import select_logprobs, select_prompt_logprobs
+from octavo.core.scheduling.results import first_logprobs, select_logprobs, select_prompt_logprobs
 from octavo.core.scheduling.roster import Roster
 from octavo.core.scheduling.state import RequestState
 from octavo.core.scheduling.stops import find_stops, stop_cause
@@ -27,16 +27,18 @@ class Collector:
         slots = step.slots if chosen is None else step.slots[chosen]
         tokens = result.sampled if chosen is None else result.sampled[chosen]
         prompt_logprobs = select_prompt_logprobs(result.prompt_logprobs, step.slots, self._roster.states)
+        logprobs = select_logprobs(result.logprobs, chosen, len(step.slots))
         if result.num_accepted is None:
             finished = self._append(slots, tokens[:, 0])
         else:
             tokens, finished = self._append_several(slots, tokens)
+            logprobs = first_logprobs(logprobs, np.count_nonzero(tokens >= 0, axis=1))
         return StepOutput(
             slots=slots,
             token_ids=tokens,
             started=step.started,
             finished=finished,
-            logprobs=select_logprobs(result.logprobs, chosen, len(step.slots)),
+            logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
 

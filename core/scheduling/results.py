@@ -19,12 +19,29 @@ def select_logprobs(logprobs: Logprobs | None, chosen: IntArray | None, num_rows
     return _subset(logprobs, place[logprobs.rows])
 
 
+def first_logprobs(logprobs: Logprobs | None, counts: IntArray) -> Logprobs | None:
+    """The first ``counts[row]`` entries of each row: the tokens that were kept."""
+    if logprobs is None:
+        return None
+    order = np.argsort(logprobs.rows, kind="stable")
+    rows = logprobs.rows[order]
+    place = np.arange(len(rows)) - np.searchsorted(rows, rows)  # of the entry within its row
+    kept = np.zeros(len(rows), np.bool_)
+    kept[order] = place < counts[rows]
+    return _subset(logprobs, np.where(kept, logprobs.rows, -1).astype(np.int32))
+
+
 def select_prompt_logprobs(logprobs: Logprobs | None, slots: IntArray, states: list[RequestState | None]) -> Logprobs | None:
-    """Prompt log probabilities with slots for ``rows``; those of completions that have ended are dropped."""
+    """Prompt log probabilities with slots for ``rows``; without those of completions that have ended, and those that were given
+    before a preemption.
+    """
     if logprobs is None:
         return None
     owner = slots[logprobs.rows]
-    wanted = [state is not None and state.wants_prompt_logprobs() for state in (states[slot] for slot in owner.tolist())]
+    wanted = []
+    for slot in owner.tolist():
+        state = states[slot]
+        wanted.append(state is not None and state.take_prompt_logprob())
     return _subset(logprobs, np.where(wanted, owner, -1).astype(np.int32))
 
 

@@ -173,8 +173,7 @@ class Roster:
         if state.status is Status.FINISHED:
             self.arrays.ignored[slot] = False
             self.num_ignored -= 1
-        state.known = state.tokens.copy()
-        state.slot = NO_SLOT
+        state.leave_slot()
         self.states[slot] = None
         heapq.heappush(self._free, slot)
         if announced:

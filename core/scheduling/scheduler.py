@@ -184,7 +184,12 @@ class Scheduler:
         states.remove(state)
         if not states:
             del self._requests[state.request_id]
+        for other in states:
+            if state in other.forks:
+                other.forks.remove(state)
         self._roster.end(state)
+        if state.forks:  # it ends before its prompt is computed: the next one takes over
+            self._waiting.push(state.bequeath())
         self._admission.retry()
 
     def _parked(self, request_id: str, index: int) -> RequestState:

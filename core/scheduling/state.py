@@ -64,6 +64,8 @@ class RequestState:
         "parked",
         "prefix",
         "prompt_logprobs",
+        "prompt_logprobs_given",
+        "prompt_logprobs_seen",
         "request",
         "slot",
         "slots",
@@ -92,7 +94,8 @@ class RequestState:
         self.forks: list[RequestState] = []  # completions that wait for this one's prompt
         self.parked = False  # keeps slot and blocks, but isn't scheduled
         self.deferred = False  # has stepped back once to let another request fill the cache for it
-        self.prompt_logprobs = index == 0 and request.sampling.prompt_logprobs is not None  # still to be reported
+        self.prompt_logprobs = index == request.index and request.sampling.prompt_logprobs is not None  # still to be reported
+        self.prompt_logprobs_given = self.prompt_logprobs_seen = 0  # positions, at all and in this slot
         sampling = request.sampling
         eos = () if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys((*eos, *(sampling.stop_token_ids or ()))))
@@ -113,15 +116,34 @@ class RequestState:
     def max_tokens(self) -> int:
         return self.request.max_tokens
 
+    def bequeath(self) -> RequestState:
+        """Hand the completions that wait for this one's prompt, and its prompt log probabilities, on to the first of them."""
+        heir, *heir_forks = self.forks
+        heir.forks, self.forks = heir_forks, []
+        heir.prompt_logprobs, heir.prompt_logprobs_given = self.prompt_logprobs, self.prompt_logprobs_given
+        return heir
+
     def sampling(self) -> SamplingParams:
-        """What the worker is told: prompt log probabilities are asked for once, of completion 0."""
+        """What the worker is told: prompt log probabilities are asked for once a request."""
         sampling = self.request.sampling
         if sampling.prompt_logprobs is None or self.prompt_logprobs:
             return sampling
         return msgspec.structs.replace(sampling, prompt_logprobs=None)
 
-    def wants_prompt_logprobs(self) -> bool:
-        return self.prompt_logprobs and self.status is not Status.FINISHED
+    def take_prompt_logprob(self) -> bool:
+        """The worker gave the next prompt position's log probabilities: whether they are new and wanted."""
+        self.prompt_logprobs_seen += 1
+        new = self.prompt_logprobs_seen > self.prompt_logprobs_given
+        self.prompt_logprobs_given = max(self.prompt_logprobs_given, self.prompt_logprobs_seen)
+        return new and self.prompt_logprobs and self.status is not Status.FINISHED
+
+    def leave_slot(self) -> None:
+        """Take the tokens along; the prompt is computed again in the next slot."""
+        self.known = self.tokens.copy()
+        self.slot = NO_SLOT
+        self.prompt_logprobs_seen = 0
+        if len(self.known) > self.num_prompt_tokens:  # all of them were given
+            self.prompt_logprobs = False
 
     @property
     def tokens(self) -> IntArray:

@@ -14,10 +14,9 @@ import numpy as np
 
 from octavo.core.api.kv_cache import KVGroupInfo, RecurrentState, SlidingWindow
 from octavo.core.api.sampling import SamplingParams
-from octavo.core.api.scheduling import NewRequest, Request, StepPlan, StepResult
+from octavo.core.api.scheduling import Logprobs, NewRequest, Request, StepPlan, StepResult
 
 MASK = (1 << 61) - 1
-VOCAB = 50
 
 
 def mix(state: int, token: int) -> int:
@@ -32,12 +31,23 @@ def fingerprints(tokens: Sequence[int], salt: str | None = None) -> list[int]:
     return out
 
 
-def next_token(fingerprint: int, index: int, forbidden: frozenset[int], *, repeat: int = VOCAB) -> int:
-    """The token that follows. ``repeat`` < `VOCAB` narrows the vocabulary."""
-    token = mix(fingerprint, index) // 7 % repeat
-    while token in forbidden:
-        token = (token + 1) % VOCAB
-    return token
+@dataclass(frozen=True)
+class FakeModel:
+    """Greedy decoding: the token that follows a sequence, a different one for each completion ``index``.
+
+    With ``memory`` the token depends on that many last tokens only, so that output falls into loops.
+    """
+
+    vocab: int = 50
+    memory: int | None = None
+
+    def next_token(self, tokens: Sequence[int], fingerprint: int, index: int, forbidden: frozenset[int]) -> int:
+        if self.memory is not None:
+            fingerprint = fingerprints(tokens[-self.memory :])[-1]
+        token = mix(fingerprint, index) // 7 % self.vocab
+        while token in forbidden:
+            token = (token + 1) % self.vocab
+        return token
 
 
 def forbidden_ids(sampling: SamplingParams, eos: tuple[int, ...], num_output_tokens: int) -> frozenset[int]:
@@ -46,14 +56,17 @@ def forbidden_ids(sampling: SamplingParams, eos: tuple[int, ...], num_output_tok
     return frozenset((*eos, *(sampling.stop_token_ids or ())))
 
 
-def expected_tokens(request: Request, index: int, max_model_len: int) -> tuple[list[int], str, int | None]:
+def expected_tokens(
+    request: Request, index: int, max_model_len: int, model: FakeModel
+) -> tuple[list[int], str, int | None]:
     """What completion ``index`` must give: tokens, reason and stop reason, worked out without any scheduler."""
     sampling, tokens = request.sampling, request.prompt_token_ids.tolist()
     output: list[int] = []
     eos = () if sampling.ignore_eos else request.eos_token_ids
     while True:
         fingerprint = fingerprints(tokens, request.cache_salt)[-1]
-        token = next_token(fingerprint, index, forbidden_ids(sampling, request.eos_token_ids, len(output)))
+        banned = forbidden_ids(sampling, request.eos_token_ids, len(output))
+        token = model.next_token(tokens, fingerprint, index, banned)
         tokens.append(token)
         output.append(token)
         if len(output) >= sampling.min_tokens:
@@ -63,6 +76,13 @@ def expected_tokens(request: Request, index: int, max_model_len: int) -> tuple[l
                 return output, "stop", token
         if len(output) >= request.max_tokens or len(tokens) >= max_model_len:
             return output, "length", None
+
+
+def _as_logprobs(pairs: list[tuple[int, int]]) -> Logprobs | None:
+    if not pairs:
+        return None
+    rows, tokens = (np.array(column, np.int32) for column in zip(*pairs, strict=True))
+    return Logprobs(rows=rows, token_ids=tokens[:, None], logprobs=tokens[:, None].astype(np.float32), ranks=np.ones_like(rows))
 
 
 @dataclass
@@ -85,11 +105,13 @@ class FakeWorker:
     max_model_len: int
     token_budget: int
     decode_query_len: int = 1
+    model: FakeModel = field(default_factory=FakeModel)
     salts: dict[str, str | None] = field(default_factory=dict)  # request id → salt, which a real worker needn't know
     slots: dict[int, Slot] = field(default_factory=dict)
     num_copies: int = 0
     num_steps: int = 0
     num_written: int = 0
+    num_accepted: int = 0
     last_plan: StepPlan | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +135,7 @@ class FakeWorker:
         rows, counts = self._apply_rows(plan)
         drafts = self._apply_drafts(plan, rows)
         self._note_holders(self.slots if running is None else running)
+        self.begins = {slot: self.slots[slot].num_computed for slot in rows}
         width = 1 + (max(map(len, drafts.values()), default=0) if drafts else 0)
         sampled = np.full((len(rows), width), -1, np.int32)
         accepted = np.zeros(len(rows), np.int32) if plan.drafts is not None else None
@@ -124,7 +147,36 @@ class FakeWorker:
             sampled[i, : len(tokens)] = tokens
             if accepted is not None and tokens:
                 accepted[i] = len(tokens) - 1
-        return StepResult(step=plan.step, sampled=sampled, num_accepted=accepted)
+        self.num_accepted += 0 if accepted is None else int(accepted.sum())
+        return StepResult(
+            step=plan.step,
+            sampled=sampled,
+            num_accepted=accepted,
+            logprobs=self._logprobs(rows, sampled),
+            prompt_logprobs=self._prompt_logprobs(rows, counts),
+        )
+
+    def _logprobs(self, rows: list[int], sampled: np.ndarray) -> Logprobs | None:
+        """For rows that ask for them, each token with its own number as log probability."""
+        wanted = [
+            (i, token)
+            for i, slot in enumerate(rows)
+            if self.slots[slot].new.sampling.logprobs is not None
+            for token in sampled[i].tolist()
+            if token >= 0
+        ]
+        return _as_logprobs(wanted)
+
+    def _prompt_logprobs(self, rows: list[int], counts: list[int]) -> Logprobs | None:
+        """The same for the prompt positions that this step computed (the first one has none)."""
+        wanted = []
+        for i, (number, count) in enumerate(zip(rows, counts, strict=True)):
+            slot = self.slots[number]
+            if slot.new.sampling.prompt_logprobs is not None:
+                begin = self.begins[number]
+                end = min(begin + count, slot.new.num_prompt_tokens - 1)
+                wanted += [(i, slot.tokens[position + 1]) for position in range(begin, end)]
+        return _as_logprobs(wanted)
 
     def _enter(self, new: NewRequest) -> None:
         assert new.slot not in self.slots, f"slot {new.slot} given to {new.request_id}, but it is taken"
@@ -266,7 +318,7 @@ class FakeWorker:
         for k in range(len(drafts) + 1):
             num_output = base + k - slot.new.num_prompt_tokens
             banned = forbidden_ids(slot.new.sampling, slot.new.eos_token_ids, num_output)
-            token = next_token(slot.prints[base + k - 1], slot.new.index, banned)
+            token = self.model.next_token(slot.tokens[: base + k], slot.prints[base + k - 1], slot.new.index, banned)
             out.append(token)
             if k < len(drafts) and drafts[k] != token:
                 break

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from fake_worker import FakeWorker, expected_tokens
+from fake_worker import FakeModel, FakeWorker, expected_tokens, fingerprints, forbidden_ids
 
-from octavo.core.api.kv_cache import FullAttention, KVGroupInfo
+from octavo.core.api.kv_cache import FullAttention, KVGroupInfo, KVManager
 from octavo.core.api.sampling import SamplingParams
 from octavo.core.api.scheduling import FinishedRequest, Proposer, Request, SchedulingPolicy, StepOutput, StepPlan
 from octavo.core.config.scheduler import SchedulerConfig
@@ -33,9 +33,19 @@ def make_request(
     ignore_eos: bool = False,
     priority: int = 0,
     salt: str | None = None,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    stepwise: bool = False,
 ) -> Request:
     sampling = SamplingParams(
-        n=n, max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=stop, ignore_eos=ignore_eos, temperature=0
+        n=n,
+        max_tokens=max_tokens,
+        min_tokens=min(min_tokens, max_tokens),
+        stop_token_ids=stop,
+        ignore_eos=ignore_eos,
+        temperature=0,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     return Request(
         request_id=request_id,
@@ -45,6 +55,7 @@ def make_request(
         max_tokens=max_tokens,
         priority=priority,
         cache_salt=salt,
+        stepwise=stepwise,
     )
 
 
@@ -65,10 +76,16 @@ class Harness:
         long_prefill_token_threshold: int = 0,
         num_speculative_tokens: int = 3,
         enable_chunked_prefill: bool = True,
+        model: FakeModel | None = None,
+        managers: Mapping[str, type[KVManager]] | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.kv = KVCacheManager(
-            groups, max_num_seqs=max_num_seqs, max_model_len=max_model_len, enable_prefix_caching=enable_prefix_caching
+            groups,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            enable_prefix_caching=enable_prefix_caching,
+            managers=managers,
         )
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -91,22 +108,54 @@ class Harness:
             max_model_len,
             token_budget,
             decode_query_len=1 + (num_speculative_tokens if proposer else 0),
+            model=model or FakeModel(),
         )
         self.plans: deque[tuple[StepPlan, list[int]]] = deque()  # with the slots that ran when it was planned
         self.requests: dict[str, Request] = {}
         self.owner: dict[int, tuple[str, int]] = {}  # slot → completion, as an output processor keeps it
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], FinishedRequest] = {}
+        self.sequences: dict[tuple[str, int], list[int]] = {}  # prompt and output of each completion
+        self.awaiting: set[tuple[str, int]] = set()  # stepwise completions whose next step is to be chosen
+        self.children: set[tuple[str, int]] = set()  # made by `fork`
+        self.logprobs: dict[tuple[str, int], list[int]] = {}
+        self.prompt_logprobs: dict[str, list[int]] = {}
         self.num_plans_without_rows = 0
 
     def add(self, request: Request) -> None:
         self.worker.salts[request.request_id] = request.cache_salt
         self.scheduler.add(request)
         self.requests[request.request_id] = request
+        for index in range(request.sampling.n):
+            self.sequences[request.request_id, index] = request.prompt_token_ids.tolist()
 
     def abort(self, request_id: str) -> None:
         for ended in self.scheduler.abort(request_id):
-            self.finished[ended.request_id, ended.index] = ended
+            self._end(ended)
+
+    def stop(self, key: tuple[str, int]) -> None:
+        """End a completion from outside, as for a stop string."""
+        self.scheduler.finish(*key, reason="stop", stop_reason="outside")
+        self._end(FinishedRequest(slot=-1, request_id=key[0], index=key[1], reason="abort"))
+
+    def fork(self, key: tuple[str, int], new_index: int, token: int) -> None:
+        self.scheduler.fork(*key, new_index=new_index, token_id=token)
+        child = key[0], new_index
+        self.children.add(child)
+        self.sequences[child] = [*self.sequences[key][:-1], token]
+
+    def advance(self, key: tuple[str, int]) -> None:
+        self.scheduler.advance(*key)
+        self.awaiting.discard(key)
+
+    def unfinished(self) -> list[tuple[str, int]]:
+        return [key for key in self.sequences if key not in self.finished]
+
+    def _end(self, ended: FinishedRequest) -> None:
+        key = ended.request_id, ended.index
+        assert key not in self.finished, f"{key} ends twice"
+        self.finished[key] = ended
+        self.awaiting.discard(key)
 
     def plan(self) -> bool:
         plan = self.scheduler.schedule()
@@ -130,19 +179,43 @@ class Harness:
         for slot, row in zip(output.slots.tolist(), output.token_ids.tolist(), strict=True):
             key = self.owner[slot]
             assert key not in self.finished, f"{key} has ended, and got {row}"
-            self.tokens.setdefault(key, []).extend(token for token in row if token != -1)
+            self._take_tokens(key, [token for token in row if token != -1])
+        self._take_logprobs(output)
         for ended in output.finished:
-            key = ended.request_id, ended.index
-            assert key not in self.finished
-            assert self.owner[ended.slot] == key
-            self.finished[key] = ended
+            assert self.owner[ended.slot] == (ended.request_id, ended.index)
+            self._end(ended)
         return output
+
+    def _take_tokens(self, key: tuple[str, int], tokens: list[int]) -> None:
+        """Each token is the one that follows; nothing about scheduling can change it."""
+        request, sequence = self.requests[key[0]], self.sequences[key]
+        for token in tokens:
+            num_output = len(sequence) - len(request.prompt_token_ids)
+            banned = forbidden_ids(request.sampling, request.eos_token_ids, num_output)
+            fingerprint = fingerprints(sequence, request.cache_salt)[-1]
+            assert token == self.worker.model.next_token(sequence, fingerprint, key[1], banned), key
+            sequence.append(token)
+        self.tokens.setdefault(key, []).extend(tokens)
+        if request.stepwise:
+            self.awaiting.add(key)
+
+    def _take_logprobs(self, output: StepOutput) -> None:
+        if output.logprobs is not None:
+            for row, token in zip(output.logprobs.rows.tolist(), output.logprobs.token_ids[:, 0].tolist(), strict=True):
+                self.logprobs.setdefault(self.owner[int(output.slots[row])], []).append(token)
+        if output.prompt_logprobs is not None:
+            for slot, token in zip(output.prompt_logprobs.rows.tolist(), output.prompt_logprobs.token_ids[:, 0].tolist(), strict=True):
+                self.prompt_logprobs.setdefault(self.owner[slot][0], []).append(token)
 
     def run(self, limit: int = 10_000) -> int:
         """Steps until everything has ended; the number of steps."""
         steps = 0
         while self.scheduler.has_unfinished():
             planned = self.plan()
+            if not planned and not self.plans and self.awaiting:
+                for key in sorted(self.awaiting):
+                    self.advance(key)
+                continue
             assert planned or self.plans, "unfinished requests, nothing planned and nothing in flight: a deadlock"
             if len(self.plans) == self.scheduler.max_in_flight or not planned:
                 self.finish_step()
@@ -157,12 +230,18 @@ class Harness:
             for index in range(request.sampling.n):
                 key = request.request_id, index
                 ended = self.finished[key]
-                want, reason, stop_reason = expected_tokens(request, index, self.max_model_len)
+                if key in self.children:
+                    continue
+                want, reason, stop_reason = expected_tokens(request, index, self.max_model_len, self.worker.model)
                 got = self.tokens.get(key, [])
                 if ended.reason == "abort":
                     assert got == want[: len(got)], (key, got, want)
                 else:
                     assert (got, ended.reason, ended.stop_reason) == (want, reason, stop_reason), key
+                    if request.sampling.logprobs is not None:
+                        assert self.logprobs[key] == want
+                    if request.sampling.prompt_logprobs is not None:
+                        assert self.prompt_logprobs.get(key[0], []) == request.prompt_token_ids.tolist()[1:]
 
     def check_invariants(self) -> None:
         check_pools(self.kv)
