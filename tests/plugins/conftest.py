@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import logging
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,15 @@ def add_accelerator() -> Callable[..., Path]:
         return folder
 
     return add
+
+
+@pytest.fixture
+def octavo_command() -> Iterator[Callable[..., int]]:
+    """``octavo`` in this process, for what needs no process of its own; its exit code."""
+    from octavo.core.cli.main import main
+
+    logger = logging.getLogger("octavo")
+    before = (logger.handlers[:], logger.level, logger.propagate, signal.getsignal(signal.SIGTERM))
+    yield lambda *arguments: main(list(arguments))
+    logger.handlers[:], logger.level, logger.propagate = before[:3]
+    signal.signal(signal.SIGTERM, before[3])

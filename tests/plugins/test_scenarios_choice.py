@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -48,10 +49,9 @@ def draft_model(local_plugins: Any, model: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "draft"
     folder.mkdir()
     for path in model.iterdir():
-        text = path.read_bytes()
-        (folder / path.name).write_bytes(
-            text.replace(b"LlamaForCausalLM", b"DraftForCausalLM") if path.suffix == ".json" else text
-        )
+        content = path.read_bytes()
+        renamed = content.replace(b"LlamaForCausalLM", b"DraftForCausalLM")
+        (folder / path.name).write_bytes(renamed if path.suffix == ".json" else content)
     return folder
 
 
@@ -86,12 +86,8 @@ def add_with_second(box: Any, add_accelerator: Add, **changes: Any) -> None:
     """The accelerator with a second, more capable backend beside its own."""
     from octavo.core.discovery.registry import forget_installed
 
-    folder = add_accelerator(
-        box,
-        attention=SECOND,
-        files={"second.py": "from .attention import Attention as First\nclass Second(First): pass\n"},
-        **changes,
-    )
+    code = "from .attention import Attention as First\nclass Second(First): pass\n"
+    folder = add_accelerator(box, attention=SECOND, files={"second.py": code}, **changes)
     (info,) = folder.parent.glob("acme_octavo-*.dist-info")
     points = info / "entry_points.txt"
     points.write_text(points.read_text() + "second = acme_octavo.second:Second\n")
@@ -106,15 +102,14 @@ def test_scenario_08_one_flag_per_kind_is_honoured_layer_by_layer(
         assert ran(llm) == {0: "acme-attention", 1: "acme-attention", 2: "second"}
 
 
+HALF_ONLY = {"dtypes": '["bfloat16"]', "kv_dtypes": '["bfloat16"]'}
+
+
 @pytest.mark.parametrize(
     ("declared", "flags", "field"),
     [
         ({"head_sizes": "[64, 128]"}, ["--attention-backend", "acme-attention"], "head_dim: wanted 8, supports {64, 128}"),
-        (
-            {"dtypes": '["bfloat16"]', "kv_dtypes": '["bfloat16"]'},
-            ["--dtype", "float32"],
-            "dtype: wanted float32, supports bfloat16",
-        ),
+        (HALF_ONLY, ["--dtype", "float32"], "dtype: wanted float32, supports bfloat16"),
         ({}, ["--kv-cache-dtype", "int8"], "kv_dtype: wanted int8, supports float32, bfloat16"),
         ({"block_sizes": "[32, 64]"}, ["--block-size", "16"], "block_size: wanted 16, supports {32, 64}"),
     ],
@@ -124,6 +119,7 @@ def test_scenario_09_refusals_come_before_weights_and_their_advice_works(
     model: Path,
     add_accelerator: Add,
     monkeypatch: pytest.MonkeyPatch,
+    octavo_command: Callable[..., int],
     declared: dict[str, str],
     flags: list[str],
     field: str,
@@ -148,8 +144,7 @@ def test_scenario_09_refusals_come_before_weights_and_their_advice_works(
     advice = re.search(r"this would work: (--[a-z-]+) (\S+?)(,|$)", str(caught.value))
     assert advice is not None, str(caught.value)
     kept = [word for pair in zip(flags[::2], flags[1::2], strict=True) if pair[0] != advice[1] for word in pair]
-    done = local_plugins.run(*command, *kept, advice[1], advice[2])
-    assert done.returncode == 0, done.stderr
+    assert octavo_command(*command, *kept, advice[1], advice[2]) == 0
 
 
 def test_scenario_10_what_ran_is_what_was_asked_for(local_plugins: Any, model: Path, add_accelerator: Add) -> None:
@@ -162,6 +157,11 @@ def test_scenario_10_what_ran_is_what_was_asked_for(local_plugins: Any, model: P
         LLM(str(model), platform="cpu", attention_backend="second")
 
 
+SUBCLASS = """
+from octavo.plugins.attention.reference.backend import ReferenceAttention
+
+class Attention(ReferenceAttention):
+"""
 FAILS = """
     def forward(self, q, k, v, kv, plan, layer, out, *, lse_out=None):
         raise RuntimeError("no kernel for head size 8")
@@ -189,10 +189,7 @@ REFUSES = """
 def test_scenario_11_a_claim_that_the_kernel_does_not_keep_is_a_typed_error_at_first_use(
     local_plugins: Any, model: Path, add_accelerator: Add, body: str, says: str
 ) -> None:
-    code = (
-        "from octavo.plugins.attention.reference.backend import ReferenceAttention\nclass Attention(ReferenceAttention):" + body
-    )
-    add_accelerator(local_plugins, files={"attention.py": code})
+    add_accelerator(local_plugins, files={"attention.py": SUBCLASS + body})
     with LLM(str(model), platform="acme") as llm, pytest.raises(Unsupported, match=says):
         llm.generate("w1 w2 w3", GREEDY, use_tqdm=False)
 
@@ -200,17 +197,12 @@ def test_scenario_11_a_claim_that_the_kernel_does_not_keep_is_a_typed_error_at_f
 def test_scenario_11_a_class_that_contradicts_its_manifest_is_fatal_and_names_both(
     local_plugins: Any, model: Path, add_accelerator: Add
 ) -> None:
-    code = (
-        "from octavo.plugins.attention.reference.backend import ReferenceAttention\nclass Attention(ReferenceAttention):"
-        + REFUSES
-    )
-    folder = add_accelerator(local_plugins, files={"attention.py": code})
+    folder = add_accelerator(local_plugins, files={"attention.py": SUBCLASS + REFUSES})
     done = local_plugins.run("explain", str(model), "--platform", "acme")
     assert done.returncode == 3
-    assert (
-        f"{folder / 'octavo-plugin.toml'} covers full_attention, but acme_octavo.attention.Attention.supports()" in done.stderr
-    )
-    assert "refuses it: head_dim: wanted 8, supports 64" in done.stderr
+    manifest, method = folder / "octavo-plugin.toml", "acme_octavo.attention.Attention.supports()"
+    said = f"{manifest} covers full_attention, but {method} refuses it: head_dim: wanted 8, supports 64"
+    assert said in done.stderr
 
 
 def test_without_chunk_context_core_turns_off_what_needs_it_or_refuses_what_was_asked_for(
@@ -231,15 +223,21 @@ def test_without_chunk_context_core_turns_off_what_needs_it_or_refuses_what_was_
 
 
 def test_the_same_choices_come_from_flags_a_file_and_python(
-    local_plugins: Any, model: Path, add_accelerator: Add, tmp_path: Path
+    local_plugins: Any,
+    model: Path,
+    add_accelerator: Add,
+    tmp_path: Path,
+    octavo_command: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     add_with_second(local_plugins, add_accelerator)
     path = tmp_path / "octavo.toml"
     path.write_text('platform = "acme"\nblock_size = 32\n[attention_backend]\nfull_attention = "second"\n')
     expected = {"platform": "acme", "attention": {"full_attention": "second"}, "block_size": 32}
-    assert local_plugins.json("explain", str(model), "--config", str(path))["chosen"] == expected
     flags = ("--platform", "acme", "--attention-backend", "full_attention=second", "--block-size", "32")
-    assert local_plugins.json("explain", str(model), *flags)["chosen"] == expected
+    for given in (("--config", str(path)), flags):
+        assert octavo_command("explain", str(model), "--json", *given) == 0
+        assert json.loads(capsys.readouterr().out)["chosen"] == expected
     with LLM(str(model), platform="acme", attention_backend={"full_attention": "second"}, block_size=32) as llm:
         assert dict(llm.config.plugins.attention_backend) == expected["attention"]
         assert llm.config.cache.block_size == 32

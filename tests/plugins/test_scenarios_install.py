@@ -23,7 +23,22 @@ where = ["src"]
 [tool.setuptools.package-data]
 "*" = ["octavo-plugin.toml"]
 """
-PROBE = "from octavo.api.manifest import ProbedDevice, ProbeResult\ndef probe(): return ProbeResult(devices=[ProbedDevice(index=0, name='x')])\n"
+PROBE = """
+from octavo.api.manifest import ProbedDevice, ProbeResult
+
+def probe():
+    return ProbeResult(devices=[ProbedDevice(index=0, name="x")])
+"""
+PLATFORM = """
+from octavo.backends.cpu.platform import CpuPlatform
+
+class Platform(CpuPlatform):
+    pass
+"""
+LOAD = """
+from octavo.core.discovery import installed
+print([installed().platform(name).name for name in ("acmewheel", "acmeedit", "acmens")])
+"""
 
 
 def project(folder: Path, name: str, platform: str, module: str) -> Path:
@@ -32,9 +47,7 @@ def project(folder: Path, name: str, platform: str, module: str) -> Path:
     package.mkdir(parents=True)
     (folder / "pyproject.toml").write_text(PYPROJECT.format(name=name, platform=platform, module=module))
     (package / "__init__.py").write_text("")
-    (package / "platform.py").write_text(
-        "from octavo.backends.cpu.platform import CpuPlatform\nclass Platform(CpuPlatform): pass\n"
-    )
+    (package / "platform.py").write_text(PLATFORM)
     (package / "probe.py").write_text(PROBE)
     (package / "octavo-plugin.toml").write_text(
         f'[plugin]\nname = "{platform}"\napi = "1.0"\n'
@@ -82,8 +95,7 @@ def test_scenario_13_wheel_editable_and_namespace_installs_work_alike_and_a_remo
         assert [line.split()[:5] for line in listed.splitlines() if line.startswith(name)] == [
             [name, "platform", "available", origin, "1.0"]
         ]
-    code = "from octavo.core.discovery import installed; print([installed().platform(n).name for n in ('acmewheel', 'acmeedit', 'acmens')])"
-    (tmp_path / "load.py").write_text(code)
+    (tmp_path / "load.py").write_text(LOAD)
     loaded = environment("load")
     assert loaded.stdout == "['acmewheel', 'acmeedit', 'acmens']\n", loaded.stderr
 
