@@ -76,7 +76,7 @@ class Sampler:
         """Forget the owners of ``released`` slots, and note the parameters of new ones."""
         gone = np.array([request.slot for request in new], np.int32)
         if released is not None:
-            gone = np.concatenate([released, gone])
+            gone = np.union1d(released, gone)  # a slot may be released and taken again in one step
         if len(gone):
             self._state.leave(gone)
             self._penalties.leave(gone)

@@ -43,8 +43,8 @@ class Penalties:
 class SamplingBatch:
     """How the ``L`` rows of logits become the tokens of ``m`` requests; L = m where there are no drafts.
 
-    ``uniform`` and the parameters beside it are those of the ``s`` rows that are drawn at random; ``random`` names them, or is
-    None when they are all rows. Nothing but ``max_top_k`` and ``readable`` is on the host.
+    ``uniform`` (multiples of 2⁻²⁴) and the parameters beside it are those of the ``s`` rows that are drawn at random;
+    ``random`` names them, or is None when they are all rows. Nothing but ``max_top_k`` and ``readable`` is on the host.
     """
 
     num_random: int  # s
@@ -136,8 +136,9 @@ def _draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     probs = _filter(probs, batch)
     cumulative = probs.cumsum(-1)
     total = cumulative[:, -1:]
-    # Rounding could put the target at the total itself, past every token.
-    target = torch.minimum(batch.uniform.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # The target is below the total, hence not past every token: the uniform number is at most 1 - 2⁻²⁴, and a float32 times
+    # that never rounds back to itself.
+    target = batch.uniform.unsqueeze(1) * total
     found = torch.searchsorted(cumulative, target, right=True).clamp(max=probs.shape[1] - 1)
     if not batch.readable:
         # A parallel prefix sum may step back by a rounding error and so let a token of probability 0 be found.

@@ -192,6 +192,9 @@ class Bench:
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
+    def give_back(self, blocks: np.ndarray[Any, Any]) -> None:
+        self._free = np.concatenate([self._free, blocks])
+
     def request(
         self, slot: int, tokens: Sequence[int], sampling: SamplingParams | None = None, *, room: int = 12, **more: Any
     ) -> NewRequest:

@@ -193,6 +193,25 @@ def test_seeds_do_not_depend_on_the_batch(bench: Any) -> None:
     assert [tokens[:8] for tokens in results] == alone
 
 
+def test_seeds_do_not_depend_on_who_joins_a_steady_batch(bench: Any) -> None:
+    first, second = SamplingParams(temperature=1.1, seed=1), SamplingParams(temperature=1.3, seed=2)
+    alone = []
+    for slot, sampling in enumerate((first, second)):
+        single = bench()
+        alone.append(single.generate(single.request(slot, [7, slot], sampling), 9))
+    runner = bench()
+    launch = runner.runner.launch
+    results = [launch(runner.prefill(runner.request(0, [7, 0], first))).result()]
+    results += [launch(StepPlan(step=step)).result() for step in (1, 2, 3)]
+    join = StepPlan(step=4, new=[runner.request(1, [7, 1], second)], rows=_rows(0, 1), num_scheduled_tokens=_rows(1, 2))
+    results += [launch(plan).result() for plan in (join, StepPlan(step=5), StepPlan(step=6))]
+    # One of them alone again, and the other back after a pause.
+    results.append(launch(StepPlan(step=7, rows=_rows(0), num_scheduled_tokens=_rows(1))).result())
+    results.append(launch(StepPlan(step=8, rows=_rows(0, 1), num_scheduled_tokens=_rows(1, 1))).result())
+    assert _column(results, 0) == alone[0]
+    assert [*_column(results[4:7], 1), *_column(results[8:], 1)] == alone[1][:4]
+
+
 def test_completions_of_one_request_differ_and_repeat(bench: Any) -> None:
     def run(index: int) -> list[int]:
         single = bench()
@@ -220,17 +239,22 @@ def test_a_resumed_request_goes_on_with_the_same_tokens(bench: Any) -> None:
 
 
 def test_stop_tokens_are_forbidden_until_min_tokens(bench: Any, by_hand: ByHand) -> None:
-    truth = by_hand([1, 2], 3)
+    """Two tokens are made likelier than all others, but one stops and the other is the end of text."""
     runner = bench()
-    sampling = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[truth[0]])
-    tokens = runner.generate(runner.request(0, [1, 2], sampling, eos_token_ids=(truth[1],)), 4)
-    assert not {truth[0], truth[1]} & set(tokens[:2])
-    assert tokens[2:] == by_hand([1, 2, *tokens[:2]], 2), "afterwards nothing is held back"
+    sampling = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[42], logit_bias={42: 50.0, 43: 40.0})
+    plain = by_hand([1, 2], 1)[0]
+    tokens = runner.generate(runner.request(0, [1, 2], sampling, eos_token_ids=(43,)), 4)
+    assert tokens[:2] == [plain, by_hand([1, 2, plain], 1)[0]]
+    assert tokens[2:] == [42, 42]
 
 
-def test_a_logit_bias_is_added(bench: Any) -> None:
+def test_a_logit_bias_is_added(bench: Any, by_hand: ByHand) -> None:
     runner = bench()
     assert runner.generate(runner.request(0, [1], SamplingParams(temperature=0, logit_bias={42: 100.0})), 3) == [42] * 3
+    plan = runner.prefill(runner.request(0, [1, 2]), step=3)
+    plan.released = _rows(0)
+    token = int(runner.runner.launch(plan).result().sampled[0, 0])
+    assert token == by_hand([1, 2], 1)[0] != 42, "the slot's next owner has none"
 
 
 def test_penalties_follow_the_output(bench: Any) -> None:
@@ -247,17 +271,34 @@ def test_penalties_follow_the_output(bench: Any) -> None:
     assert runner.runner.launch(plan).result().sampled[0, 0] == 42
 
 
-def test_more_requests_with_penalties_than_there_was_room_for(bench: Any) -> None:
-    sampling = [SamplingParams(temperature=0, frequency_penalty=0.5, presence_penalty=slot / 10) for slot in range(7)]
-    alone = []
-    for slot, params in enumerate(sampling):
-        single = bench()
-        alone.append(single.generate(single.request(slot, [5, slot], params, room=3), 4))
+def test_requests_with_penalties_come_and_go(bench: Any) -> None:
+    """Joining while others are under way and taking over slots, each says what it says alone."""
+    rng = np.random.default_rng(0)
     runner = bench()
-    plan = runner.prefill(*(runner.request(slot, [5, slot], params, room=3) for slot, params in enumerate(sampling)))
-    results = [runner.runner.launch(plan).result()]
-    results += [runner.runner.launch(StepPlan(step=step)).result() for step in (1, 2, 3)]
-    assert [_column(results, row) for row in range(7)] == alone
+    live: dict[int, tuple[list[int], SamplingParams, list[int], Any]] = {}  # slot → prompt, parameters, output, blocks
+
+    def leave(slot: int) -> int:
+        prompt, sampling, output, blocks = live.pop(slot)
+        single = bench()
+        assert output == single.generate(single.request(0, prompt, sampling), len(output))
+        runner.give_back(blocks)
+        return slot
+
+    for step in range(40):
+        released = [leave(slot) for slot in sorted(live) if rng.random() < 0.25]
+        new = []
+        for slot in set(range(8)) - set(live):
+            if rng.random() < 0.5:
+                sampling = SamplingParams(temperature=0, frequency_penalty=0.5, repetition_penalty=1.0 + rng.random())
+                new.append(runner.request(slot, [5, int(rng.integers(60))], sampling if rng.random() < 0.8 else GREEDY))
+                live[slot] = (new[-1].token_ids.tolist(), new[-1].sampling, [], new[-1].block_ids[0])
+        rows = sorted(slot for slot in live if len(live[slot][2]) < 12)
+        if not rows:
+            continue
+        counts = _rows(*(len(live[slot][0]) if not live[slot][2] else 1 for slot in rows))
+        plan = StepPlan(step=step, released=_rows(*released), new=new, rows=_rows(*rows), num_scheduled_tokens=counts)
+        for slot, token in zip(rows, runner.runner.launch(plan).result().sampled[:, 0].tolist(), strict=True):
+            live[slot][2].append(token)
 
 
 def _scores(tokens: Sequence[int]) -> torch.Tensor:

@@ -91,6 +91,19 @@ def test_filters_keep_what_a_token_by_token_reference_keeps(filters: dict[str, A
     _assert_follows(observed, expected)
 
 
+@given(st.floats(2**-100, 2.0, width=32))
+def test_the_largest_number_stays_below_every_total(total: float) -> None:
+    largest = np.float32(1 - 2**-24)
+    assert largest * np.float32(total) < np.float32(total)
+
+
+def test_the_ends_of_the_unit_interval_draw_the_ends_of_the_vocabulary() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 0] = logits[:, -1] = -torch.inf
+    tokens = verify_and_sample(logits, _random(2, uniform=torch.tensor([0.0, 1 - 2**-24]))).token_ids[:, 0]
+    assert tokens.tolist() == [1, VOCAB - 2]
+
+
 def test_a_nucleus_wider_than_the_first_guess_is_found_all_the_same() -> None:
     """Top-p of an almost flat distribution over a large vocabulary keeps more tokens than the widths tried first."""
     generator = torch.Generator().manual_seed(5)
