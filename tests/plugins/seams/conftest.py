@@ -135,8 +135,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture(scope="session")
-def results(site: Site, models: Models) -> dict[str, Any]:
+def results(site: Site, models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `engine_runs.py` printed: one process in which plugins of every kind ran."""
-    done = site.run(str(HERE / "engine_runs.py"), str(models.llama), str(models.tinytest), str(models.chunked))
+    folders = (models.llama, models.tinytest, models.chunked, tmp_path_factory.mktemp("scratch"))
+    done = site.run(str(HERE / "engine_runs.py"), *map(str, folders))
     ran: dict[str, Any] = json.loads(done.stdout)
     return ran

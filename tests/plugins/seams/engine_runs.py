@@ -1,26 +1,29 @@
 """Runs small models with plugins of every kind, in one process, and prints what happened as JSON.
 
-``python engine_runs.py LLAMA TINYTEST CHUNKED``: folders of models. Nothing is asserted here.
+``python engine_runs.py LLAMA TINYTEST CHUNKED SCRATCH``: folders of models, and one for a module. Nothing is asserted here.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import random
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from patch_watch import PatchWatch
 
 PACKAGES = (
     "seam_device", "seam_attention", "seam_ops", "seam_model", "seam_executor", "seam_policy", "seam_chunks", "seam_command",
-    "seam_hook", "seam_worker",
+    "seam_hook", "seam_worker", "bad_plugin",
 )  # fmt: skip
 PROMPTS = [[7, 3, 11, 5, 60, 2, 9], [1, 2], [33, 21, 4, 4, 8, 15, 16, 23, 42, 17, 19, 20, 3, 1, 5, 9, 2, 6, 5, 35, 8]]
 MAX_TOKENS = [9, 12, 3]
-SHARED = list(range(1, 41))  # a prefix of five blocks of 8
+SHARED = list(range(1, 41))  # five blocks of 8, two chunks of 16 and a half
 
 
 def run(model: str, look: Callable[[Any], dict[str, Any]] | None = None, **options: Any) -> dict[str, Any]:
@@ -105,30 +108,66 @@ def executor_death(llama: str) -> dict[str, Any]:
 
 
 def chunked(folder: str) -> dict[str, Any]:
-    """A request of 100 tokens in 7 blocks of 8, and a second one that shares its prefix."""
+    """Prefixes that are shared, a request of 100 tokens in 7 blocks of 8, and two completions of one prompt."""
     from octavo import LLM, SamplingParams
 
+    asked = [(SHARED, 4), ([*SHARED, 50], 8), ([*SHARED[:30], 9, 9], 8), (SHARED[::-1], 60)]
     with LLM(folder, dtype="float32", block_size=8, num_blocks=8, max_num_batched_tokens=16) as llm:
-        first, second, third = (
+        alone = [
             llm.generate(
                 {"prompt_token_ids": prompt}, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), use_tqdm=False
             )[0]
-            for prompt, count in ((SHARED, 60), ([*SHARED, 50], 8), ([*SHARED[:30], 9, 9], 8))
-        )
+            for prompt, count in asked
+        ]
         several = llm.generate(
             {"prompt_token_ids": [5, 6, 7]}, SamplingParams(temperature=0, n=2, max_tokens=20, ignore_eos=True), use_tqdm=False
         )[0]
         core = llm.front.core
         return {
-            "tokens": [output.outputs[0].token_ids for output in (first, second, third)],
+            "asked": asked,
+            "tokens": [output.outputs[0].token_ids for output in alone],
             "forked": [completion.token_ids for completion in several.outputs],
-            "cached": [output.num_cached_tokens for output in (first, second, third)],
+            "cached": [output.num_cached_tokens for output in alone],
             "kv": [(type(group.spec).__name__, group.manager, group.num_blocks) for group in core.info.kv],
             "usage_at_the_end": core.stats().kv_usage,
         }
 
 
-def main(llama: str, tinytest: str, chunked_model: str) -> None:
+def crowded(folder: str) -> dict[str, Any]:
+    """Twice the same 12 requests with common beginnings, in fewer blocks than four of them want."""
+    from octavo import LLM, SamplingParams
+
+    draw = random.Random(5)
+    stems = [[draw.randrange(63) for _ in range(32)] for _ in range(3)]
+    prompts = [[*draw.choice(stems)[: draw.randrange(1, 33)], draw.randrange(63)] for _ in range(12)]
+    params = [SamplingParams(temperature=0, max_tokens=draw.randrange(4, 32), ignore_eos=True) for _ in prompts]
+    with LLM(folder, dtype="float32", block_size=4, num_blocks=12, max_num_batched_tokens=20, max_num_seqs=4) as llm:
+        rounds = [llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False) for _ in range(2)]
+        stats = llm.front.core.stats()
+        return {
+            "prompts": prompts,
+            "max_tokens": [one.max_tokens for one in params],
+            "rounds": [[output.outputs[0].token_ids for output in outputs] for outputs in rounds],
+            "preemptions": stats.preemptions_total,
+            "prefix_hits": stats.prefix_hits_total,
+            "usage_at_the_end": stats.kv_usage,
+        }
+
+
+def caught(watch: PatchWatch, folder: str) -> list[str]:
+    """What the watch says of a module that patches; for this process it is the end."""
+    Path(folder, "bad_plugin.py").write_text(
+        "from octavo.core.config import suggest\nfrom octavo.core.scheduling.scheduler import Scheduler\n"
+        "import octavo.core.layers.ops as ops\n"
+        "suggest.nearest = lambda name, known: ''\nScheduler.schedule = lambda self: None\n"
+        "class Ops(ops.Ops): pass\nops.Ops = Ops\n"
+    )
+    sys.path.insert(0, folder)
+    importlib.import_module("bad_plugin")
+    return watch.by_plugin["bad_plugin"]
+
+
+def main(llama: str, tinytest: str, chunked_model: str, scratch: str) -> None:
     watch = PatchWatch(PACKAGES)
     results = {
         "cpu": run(llama, platform="cpu"),
@@ -146,10 +185,12 @@ def main(llama: str, tinytest: str, chunked_model: str) -> None:
         "executor_death": executor_death(llama),
         "tinytest": run(tinytest),
         "chunked": chunked(chunked_model),
+        "crowded": crowded(chunked_model),
     }
     results["changed"] = watch.changed()
-    results["changed_by_plugin"] = watch.by_plugin
+    results["changed_by_plugin"] = dict(watch.by_plugin)
     results["watched"] = len(watch.before)
+    results["caught"] = caught(watch, scratch)
     json.dump(results, sys.stdout)
 
 
