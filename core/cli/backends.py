@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from octavo.core.api import API_VERSION
-from octavo.core.api.manifest import AttentionManifest, OpsManifest, PlatformManifest
+from octavo.core.api.manifest import AttentionManifest, Condition, OpsManifest, PlatformManifest, Restriction
 from octavo.core.cli.table import table
 from octavo.core.discovery import PluginEntry, installed
 from octavo.core.discovery.registry import LABELS
@@ -30,7 +30,7 @@ def command(as_json: bool, verbose: bool) -> None:
     if verbose:
         for entry in entries:
             click.echo()
-            click.echo("\n".join(details(entry)))
+            click.echo("\n".join(details(entry, entries)))
 
 
 def document(entries: Sequence[PluginEntry]) -> dict[str, Any]:
@@ -62,33 +62,33 @@ def summary(entry: PluginEntry) -> str:
     return getattr(entry.table, "help", "")
 
 
-def details(entry: PluginEntry) -> Iterator[str]:
-    """What the plugin declares, line by line."""
+def details(entry: PluginEntry, entries: Sequence[PluginEntry]) -> Iterator[str]:
+    """What the plugin declares, line by line; rules about archs with what they mean for the devices here."""
     yield f"{LABELS[entry.kind]} {entry.name} — {entry.origin}, {entry.target or 'no target'}"
     if entry.manifest is not None:
         yield f"  manifest  {entry.manifest.path} (octavo.api {'.'.join(map(str, entry.manifest.api))})"
-    for name, value in _declared(entry.table):
+    for name, value in _declared(entry.table, entries):
         if value:
             yield f"  {name}  {value}"
     if entry.traceback:
         yield from (f"  | {line}" for line in entry.traceback.rstrip().splitlines())
 
 
-def _declared(declared: Any) -> Iterator[tuple[str, str]]:
+def _declared(declared: Any, entries: Sequence[PluginEntry]) -> Iterator[tuple[str, str]]:
     if isinstance(declared, PlatformManifest):
         yield "kind", f"{declared.kind}, device type {declared.device_type}{'' if declared.auto else ', only when named'}"
         yield "archs", " < ".join(declared.archs)
         yield "attention", ", ".join(declared.attention)
         yield "ops", ", ".join(declared.ops)
     if isinstance(declared, AttentionManifest):
-        yield from _attention(declared)
+        yield from _attention(declared, entries)
     if isinstance(declared, OpsManifest):
         yield "implements", ", ".join(declared.implements)
         yield "platforms", ", ".join(declared.platforms)
     yield "requires", ", ".join(getattr(declared, "requires", ()))
 
 
-def _attention(declared: AttentionManifest) -> Iterator[tuple[str, str]]:
+def _attention(declared: AttentionManifest, entries: Sequence[PluginEntry]) -> Iterator[tuple[str, str]]:
     from octavo.core.discovery.capability import describe
 
     yield "platforms", ", ".join(declared.platforms) + ("" if declared.auto else ", only when named")
@@ -99,6 +99,24 @@ def _attention(declared: AttentionManifest) -> Iterator[tuple[str, str]]:
     yield "block sizes", str(declared.block_sizes)
     yield "features", ", ".join(declared.features)
     for rule in declared.excepts:
-        yield "except", f"{describe(rule.when)}: {rule.reason}"
+        yield "except", f"{describe(rule.when)}: {rule.reason}{_here(rule, declared, entries)}"
     for rule in declared.withheld:
-        yield "withheld", f"{describe(rule.when)}: {rule.reason}"
+        yield "withheld", f"{describe(rule.when)}: {rule.reason}{_here(rule, declared, entries)}"
+
+
+def _here(rule: Restriction, declared: AttentionManifest, entries: Sequence[PluginEntry]) -> str:
+    """What a rule about platforms or archs means for each device that the backend could run on."""
+    from octavo.core.discovery.capability import Asked, applies
+
+    if rule.when.arch is None and rule.when.platform is None:
+        return ""
+    where = Condition(platform=rule.when.platform, arch=rule.when.arch)
+    said = []
+    for entry in entries:
+        if entry.kind != "platform" or entry.table is None or not {entry.name, "*"} & set(declared.platforms):
+            continue
+        for device in entry.devices:
+            asked = Asked(platform=entry.name, arch=device.arch, archs=entry.table.archs)
+            verdict = "applies" if applies(where, asked) else "doesn't apply"
+            said.append(f"{verdict} on {entry.name} device {device.index} ({device.arch or 'arch unknown'})")
+    return f" [{'; '.join(said)}]" if said else ""

@@ -25,7 +25,6 @@ COMMANDS: Mapping[str, str] = {
     "generate": "Complete a prompt, or a file of prompts.",
     "chat": "Talk with a model.",
     "models": "List and pull models of the catalogue.",
-    "bench": "Measure throughput and latency.",
     "backends": "List the installed plugins and their states.",
     "explain": "Say what would run a model, and why.",
     "doctor": "Check the environment and every plugin.",

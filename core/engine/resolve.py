@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.core.api.attention import AttentionGroup, CacheBackend
-from octavo.core.api.errors import PluginError, PluginNotFound, SelectionError, UsageError
+from octavo.core.api.errors import OctavoError, PluginError, PluginNotFound, SelectionError, UsageError
 from octavo.core.api.manifest import PluginKind
 from octavo.core.api.ops import OPS
-from octavo.core.api.platform import DeviceInfo, Platform
+from octavo.core.api.platform import ConfigChange, DeviceInfo, Platform
 from octavo.core.config import EngineConfig
 from octavo.core.config.model_spec import ModelSpec
+from octavo.core.config.validate import validate
 from octavo.core.discovery import Registry, installed
 from octavo.core.discovery.grouping import attention_groups, resolved
+from octavo.core.discovery.loading import root_cause
 from octavo.core.discovery.op_selection import OpChoice, select_ops
 from octavo.core.discovery.selection import Choice, Report, refusal, select
 from octavo.core.engine.torch_import import import_torch
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from octavo.core.loading import ModelSource
 
 logger = logging.getLogger("octavo")
+
+_T = TypeVar("_T")
 
 _MOST_ROUNDS = 4
 
@@ -174,7 +178,8 @@ def _settle(config: EngineConfig, registry: Registry, model: type[CausalLM], spe
 
 def _apply_proposals(config: EngineConfig, shown: EngineConfig, platform: Platform, log: _Log) -> EngineConfig:
     """``config`` with what the platform asks for; what the operator set himself stays."""
-    for change in platform.propose(shown):
+    for change in _ask(platform, "propose", lambda: platform.propose(shown)):
+        _check_change(platform, change, shown)
         if shown.get(change.path) == change.value:
             continue
         if change.path.partition(".")[2] in config.given:
@@ -185,6 +190,24 @@ def _apply_proposals(config: EngineConfig, shown: EngineConfig, platform: Platfo
         log.proposals.append(f"{change.path} = {change.value!r}: {change.reason} (platform {platform.name})")
         config = config.with_value(change.path, change.value)
     return config
+
+
+def _check_change(platform: Platform, change: ConfigChange, config: EngineConfig) -> None:
+    """A proposal that isn't a valid configuration is the platform's mistake, not the operator's."""
+    try:
+        validate(config.with_value(change.path, change.value))
+    except UsageError as error:
+        raise PluginError(f"platform {platform.name!r} proposes {change.path} = {change.value!r}: {error}") from error
+
+
+def _ask(platform: Platform, method: str, call: Callable[[], _T]) -> _T:
+    """The platform's answer. Raises `PluginError` naming it when it raises."""
+    try:
+        return call()
+    except OctavoError:
+        raise
+    except Exception as error:
+        raise PluginError(f"platform {platform.name!r} failed in {method}(): {root_cause(error)}") from error
 
 
 def _settle_on(
@@ -212,7 +235,7 @@ def _settle_on(
     _assert_supports(registry, groups, chosen.attention, device.arch)
     notices = (*log.notices, *choice.report.notices, *ops.notices, *without)
     report = replace(choice.report, notices=tuple(dict.fromkeys(notices)), proposals=tuple(log.proposals))
-    rejected = tuple(platform.reject(config))
+    rejected = tuple(_ask(platform, "reject", lambda: platform.reject(config)))
     if rejected:
         raise SelectionError(f"platform {platform.name!r} can't run this: {refusal(rejected)}", report=report)
     return _Settled(
@@ -237,7 +260,7 @@ def _explicit(config: EngineConfig, attention: Mapping[str, str], block_size: in
 
 
 def _device(platform: Platform, config: EngineConfig) -> DeviceInfo:
-    devices = {device.index: device for device in platform.devices()}
+    devices = {device.index: device for device in _ask(platform, "devices", platform.devices)}
     index = config.plugins.device
     if index not in devices:
         listed = ", ".join(f"{device.index} ({device.name})" for device in devices.values()) or "none"
