@@ -118,6 +118,8 @@ def _byte_level_bpe(fields: Fields, tokens: list[str]) -> tokenizers.Tokenizer:
 def _sentencepiece_bpe(fields: Fields, tokens: list[str], types: np.ndarray[Any, Any]) -> tokenizers.Tokenizer:
     scores = _numbers(fields, "tokenizer.ggml.scores", len(tokens), "f")
     assert scores is not None
+    if np.isnan(scores).any():
+        fields.broken("a token's score is not a number")
     unknown = fields.integer("tokenizer.ggml.unknown_token_id", 0, least=0, most=len(tokens) - 1)
     raw = _tokenizer(
         fields,

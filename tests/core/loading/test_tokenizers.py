@@ -236,6 +236,13 @@ def test_characters_outside_the_vocabulary_fall_back_to_bytes(make_gguf: Callabl
     assert tokenizer.decode([ids[-1], *ids]) == "\ufffd wé🎉"
 
 
+def test_scores_that_are_no_numbers_are_broken(make_gguf: Callable[..., Path], tmp_path: Path) -> None:
+    metadata = spm_metadata(PIECES)
+    metadata["tokenizer.ggml.scores"][-1] = float("nan")
+    with pytest.raises(BrokenModel, match="a token's score is not a number"):
+        build(make_gguf, tmp_path / "m.gguf", metadata)
+
+
 def test_user_defined_tokens_match_whole_however_spaces_are_spelled(make_gguf: Callable[..., Path], tmp_path: Path) -> None:
     for spelling in ("  ", "▁▁"):
         for prefix in (True, False):
