@@ -62,6 +62,14 @@ class EngineCore:
         """End a completion from outside (a stop string). Nothing happens when it has ended already."""
         self._scheduler.finish(request_id, index, reason=reason, stop_reason=stop_reason)
 
+    def fork(self, request_id: str, index: int, *, new_index: int, token_id: int) -> None:
+        """Start a completion of a stepwise request as a copy of another, with another last token (beam search)."""
+        self._scheduler.fork(request_id, index, new_index=new_index, token_id=token_id)
+
+    def advance(self, request_id: str, index: int) -> None:
+        """Let a completion of a stepwise request go on with the token it sampled."""
+        self._scheduler.advance(request_id, index)
+
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished()
 

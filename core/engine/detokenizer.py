@@ -9,6 +9,7 @@ complete. Bytes that aren't UTF-8 become U+FFFD, one for each maximal invalid se
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,6 +60,11 @@ class TokenBytes:
     def text(self, token_id: int) -> str:
         """The token on its own, for reports; U+FFFD where it is part of a character."""
         return self(token_id).decode(errors="replace")
+
+    def join(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole sequence, special tokens left out; ids that the tokenizer doesn't know have none."""
+        detokenizer = Detokenizer(self)
+        return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
     def _find(self, token_id: int) -> bytes:
         piece = self._raw.id_to_token(token_id)

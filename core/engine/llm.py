@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.api.errors import EngineError, UsageError
 from octavo.core.api.sampling import SamplingParams
 from octavo.core.api.scheduling import Request
+from octavo.core.engine.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from octavo.core.engine.detokenizer import TokenBytes
 from octavo.core.engine.front import Front, Message, config_from_options, open_front
 from octavo.core.engine.interrupt import interrupt_deferred
 from octavo.core.engine.output import RequestState
@@ -130,6 +132,27 @@ class LLM:
             while not state.finished:
                 self._step()
                 yield state.output()
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt] | Sequence[int] | Sequence[Sequence[int]],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, best first. Beams share the blocks of what they have in common."""
+        sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0)
+        requests = [self.front.maker.make(prompt, sampling, str(next(self._ids)))[0] for prompt in prompt_list(prompts)]
+        outputs = [BeamSearchOutput([]) for _ in requests]
+        pieces = TokenBytes(self.front.tokenizer)
+        search = beam_search(self.front.core, requests, params, max_num_seqs=self.config.scheduler.max_num_seqs)
+        with progress("Searching", len(requests), show=use_tqdm) as advance:
+            for number, sequences in search:
+                for sequence in sequences:
+                    sequence.tokens = [*requests[number].prompt_token_ids.tolist(), *sequence.tokens]
+                    sequence.text = pieces.join(sequence.tokens)
+                outputs[number].sequences = sequences
+                advance(1)
+        return outputs
 
     def get_tokenizer(self) -> Tokenizer:
         return self.front.tokenizer

@@ -91,26 +91,42 @@ class Reference:
         return [int(token) for token in out[0, len(prompt) :]]
 
 
-@pytest.fixture(scope="session", params=sorted(CONFIGS))
-def small_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> Any:
-    """(folder, reference) of a small random model."""
+def make_small_model(name: str, folder: Path, tokenizer: Any, *, end_scale: float = 1.0) -> Reference:
+    """A small random model, saved in ``folder``. ``end_scale`` above 1 makes the end-of-text token come up now and then."""
     import transformers
 
-    architecture, extra = CONFIGS[request.param]
+    architecture, extra = CONFIGS[name]
     model_class = getattr(transformers, architecture)
     config = model_class.config_class(**{**SIZES, **extra})
-    torch.manual_seed(sorted(CONFIGS).index(request.param))
+    torch.manual_seed(sorted(CONFIGS).index(name))
     model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:  # transformers starts them at a constant, where a mistake wouldn't show
+        for parameter_name, parameter in model.named_parameters():
+            # transformers starts these at a constant, where a mistake wouldn't show
+            if "norm" in parameter_name or "bias" in parameter_name:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         if config.tie_word_embeddings:  # or each token would be its own likeliest successor
             model.get_input_embeddings().weight.mul_(0.2)
-    folder = tmp_path_factory.mktemp(request.param)
+        model.get_output_embeddings().weight[256].mul_(end_scale)
     model.save_pretrained(folder)
-    save_tokenizer(folder, byte_tokenizer)
-    return folder, Reference(model)
+    save_tokenizer(folder, tokenizer)
+    return Reference(model)
+
+
+@pytest.fixture(scope="session", params=sorted(CONFIGS))
+def small_model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any
+) -> tuple[Path, Reference]:
+    """Folder and reference of a small random model, of each architecture in turn."""
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, make_small_model(request.param, folder, byte_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Any) -> tuple[Path, Reference]:
+    """Folder and reference of a small random Llama that ends its texts now and then."""
+    folder = tmp_path_factory.mktemp("llama")
+    return folder, make_small_model("llama", folder, byte_tokenizer, end_scale=3.0)
 
 
 def save_tokenizer(folder: Path, tokenizer: Any) -> None:
