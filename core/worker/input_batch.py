@@ -126,15 +126,14 @@ class InputBatch:
     def settle(self, advanced: Advanced, sampled: IntArray, num_accepted: IntArray | None) -> None:
         """Append the tokens of a step, ``sampled`` [m, 1 + k] and ``num_accepted`` [m]; slots with a new owner are left alone.
 
-        A row that failed has no token (all below 0) and stays as it is: the engine ends its request.
+        A row that failed has no token (all below 0) and gets token 0: its request ends, but a step with it may be on its way.
         """
         owned = self.epochs[advanced.slots] == advanced.epochs
-        good = owned & (sampled[:, 0] >= 0)
-        slots, positions, tokens = advanced.slots[good], advanced.positions[good], sampled[good]
+        slots, positions, tokens = advanced.slots[owned], advanced.positions[owned], np.maximum(sampled[owned], 0)
         if num_accepted is None:
             self.token_ids[slots, positions] = tokens[:, 0]
             return
-        accepted = num_accepted[good]
+        accepted = num_accepted[owned]
         for column in range(tokens.shape[1]):
             kept = accepted >= column
             self.token_ids[slots[kept], positions[kept] + column] = tokens[kept, column]

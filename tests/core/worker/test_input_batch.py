@@ -252,11 +252,13 @@ def test_a_late_token_never_reaches_the_slots_next_owner() -> None:
     assert batch.token_ids[0, :4].tolist() == [1, 2, 3, 4]
 
 
-def test_a_failed_row_gets_no_token() -> None:
+def test_a_failed_row_goes_on_with_some_token_for_a_step_that_is_planned_already() -> None:
     batch = _batch()
     layout = batch.apply(StepPlan(step=0, new=[_request(0, [5, 6])], rows=_rows(0), num_scheduled_tokens=_rows(2)))
     batch.settle(batch.advance(layout), np.array([[-1]], np.int32), None)
-    assert batch.token_ids[0, 2] == -1
+    after = batch.apply(StepPlan(step=1))
+    assert after.token_ids.tolist() == [0]
+    assert not after.has_unknown_tokens
 
 
 def test_steady_steps_are_told_apart_from_changes() -> None:

@@ -376,8 +376,9 @@ def test_prompt_logprobs_cover_every_prompt_token_but_the_first(bench: Any) -> N
         assert rank == 1 + int((scores > scores[prompt[position]]).sum())
 
 
-def test_nan_logits_fail_their_own_row_and_say_why(bench: Any, by_hand: ByHand) -> None:
-    runner = bench(streams=True)
+@pytest.mark.parametrize("streams", [False, True])
+def test_nan_logits_fail_their_own_row_and_say_why(bench: Any, by_hand: ByHand, streams: bool) -> None:
+    runner = bench(streams=streams)
     runner.model.nan_after = 55
     plan = runner.prefill(runner.request(0, [1, 2]), runner.request(1, [3, 55]), runner.request(2, [4], SamplingParams(seed=1)))
     pending = runner.runner.launch(plan)
