@@ -1,4 +1,4 @@
-"""`FreeQueue`: the free blocks of a pool in least-recently-used order, as arrays."""
+"""The free blocks of a pool, as arrays: `BlankQueue` for those that carry nothing, `LeastRecentlyUsed` for cached ones."""
 
 from __future__ import annotations
 
@@ -10,25 +10,54 @@ from octavo.core.api.scheduling import IntArray
 HELD = -1
 
 
-class FreeQueue:
-    """A queue of block ids with removal from the middle; ``n`` ids cost a handful of vector operations, whatever the pool's
-    size.
+class BlankQueue:
+    """A ring of block ids, first in, first out. Starts with every block but the null block."""
 
-    ``_queue[_head:_tail]`` holds the ids, oldest first. A block knows its ``_place`` there; a block that was taken out of the
+    def __init__(self, num_blocks: int) -> None:
+        self._ring: IntArray = np.arange(1, num_blocks + 1, dtype=np.int32)
+        self._head = 0
+        self._count = num_blocks - 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def push(self, blocks: IntArray) -> None:
+        begin = (self._head + self._count) % len(self._ring)
+        first = min(len(blocks), len(self._ring) - begin)
+        self._ring[begin : begin + first] = blocks[:first]
+        self._ring[: len(blocks) - first] = blocks[first:]
+        self._count += len(blocks)
+
+    def pop(self, count: int) -> IntArray:
+        """The ``count`` blocks that have been here longest; there must be as many."""
+        assert count <= self._count, f"{count} blocks wanted, {self._count} there"
+        blocks = self._ring[self._head : self._head + count].copy()
+        if len(blocks) < count:
+            blocks = np.concatenate([blocks, self._ring[: count - len(blocks)]])
+        self._head = (self._head + count) % len(self._ring)
+        self._count -= count
+        return blocks
+
+    def blocks(self) -> IntArray:
+        """Every block in the queue, oldest first."""
+        return np.roll(self._ring, -self._head)[: self._count]
+
+
+class LeastRecentlyUsed:
+    """A queue of block ids with removal from the middle; ``n`` ids cost a handful of vector operations, whatever the size.
+
+    ``_queue[_head:_tail]`` holds the ids, oldest first. A block knows its ``place`` there; a block that was taken out of the
     middle only forgets its place, and its entry is skipped when the head comes by ("dead"). When the tail reaches the end of
     the buffer (twice the number of blocks, so after at least that many pushes as there are blocks) the living entries move to
     its front: constant cost per push, amortised.
 
-    ``_place`` also marks blocks in limbo (see `BlockPool`): -2 - ticket.
+    ``place`` also marks blocks in limbo (see `BlockPool`): -2 - ticket.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._queue: IntArray = np.empty(2 * num_blocks, np.int32)
-        self._queue[: num_blocks - 1] = np.arange(1, num_blocks, dtype=np.int32)
-        self.place: IntArray = np.arange(-1, num_blocks - 1, dtype=np.int32)  # block 0 is nobody's: HELD
-        self._head = 0
-        self._tail = num_blocks - 1
-        self._dead = 0
+        self.place: IntArray = np.full(num_blocks, HELD, np.int32)
+        self._head = self._tail = self._dead = 0
 
     def __len__(self) -> int:
         return self._tail - self._head - self._dead

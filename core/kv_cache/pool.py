@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.core.api.scheduling import IntArray
-from octavo.core.kv_cache.free_queue import HELD, FreeQueue
+from octavo.core.kv_cache.free_queue import HELD, BlankQueue, LeastRecentlyUsed
 
 
 class BlockPool:
     """The blocks 1 … ``num_blocks`` - 1 (block 0 is the null block), in arrays: under 64 bytes a block, the index apart.
 
     A block is *held* (``ref_count`` > 0), *free*, or in *limbo*: given back while a step that uses it was in flight, and free
-    once that step is done. Free blocks keep what they carry until they are allocated, so the order in which they come free is
-    the order of eviction: least recently used first. ``num_indexes`` prefix indexes (one a KV group) map a key to the block
-    that carries it.
+    once that step is done. A free block keeps the prefix that it carries until it is allocated, so the order in which blocks
+    come free is the order of eviction: least recently used first. Blocks that carry nothing are allocated before any that does.
+    ``num_indexes`` prefix indexes (one a KV group) map a key to the block that carries it.
     """
 
     def __init__(self, num_blocks: int, num_indexes: int = 1) -> None:
@@ -27,7 +27,8 @@ class BlockPool:
         self.indexes: tuple[dict[bytes, int], ...] = tuple({} for _ in range(num_indexes))
         self.num_evictions = 0
         self.num_limbo = 0
-        self._free = FreeQueue(num_blocks)
+        self._blank = BlankQueue(num_blocks)
+        self._free = LeastRecentlyUsed(num_blocks)
         self._keys: list[bytes | None] = [None] * num_blocks
         self._cached = np.zeros(num_blocks, np.bool_)
         self._owner = np.zeros(num_blocks, np.uint8)
@@ -38,7 +39,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that `allocate` can give."""
-        return len(self._free)
+        return len(self._blank) + len(self._free)
 
     @property
     def num_held(self) -> int:
@@ -46,14 +47,14 @@ class BlockPool:
         return self.num_blocks - 1 - self.num_free - self.num_limbo
 
     def allocate(self, count: int) -> IntArray:
-        """The ``count`` least recently used free blocks, now with one reference each; what they carried is evicted."""
-        blocks = self._free.pop(count)
+        """``count`` free blocks, now with one reference each: blank ones, then the least recently used, which are evicted."""
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        blocks = self._blank.pop(min(count, len(self._blank)))
+        if len(blocks) < count:
+            evicted = self._free.pop(count - len(blocks))
+            self.num_evictions += self._forget(evicted)
+            blocks = np.concatenate([blocks, evicted]) if len(blocks) else evicted
         self.ref_count[blocks] = 1
-        cached = self._cached[blocks]
-        if np.count_nonzero(cached):
-            evicted = blocks[cached]
-            self._forget(evicted)
-            self.num_evictions += len(evicted)
         return blocks
 
     def acquire(self, blocks: IntArray) -> None:
@@ -76,7 +77,7 @@ class BlockPool:
         if not len(idle):
             return
         if self._step is None:
-            self._free.push(idle)
+            self._push_free(idle)
             return
         self._ticket = (self._ticket + 1) % (1 << 30)
         self._free.place[idle] = HELD - 1 - self._ticket
@@ -89,7 +90,8 @@ class BlockPool:
         while self._limbo and self._limbo[0][0] <= last_done:
             _, ticket, blocks = self._limbo.popleft()
             idle = blocks[self._free.place[blocks] == HELD - 1 - ticket]  # the others were acquired meanwhile
-            self._free.push(idle)
+            self._free.place[idle] = HELD
+            self._push_free(idle)
             self.num_limbo -= len(idle)
 
     def idle_count(self, blocks: IntArray) -> int:
@@ -120,12 +122,30 @@ class BlockPool:
         """Empty every index: no block can be found any more."""
         self._forget(np.flatnonzero(self._cached).astype(np.int32))
 
-    def _forget(self, blocks: IntArray) -> None:
+    def free_blocks(self) -> IntArray:
+        """Every free block, in the order in which they would be allocated."""
+        return np.concatenate([self._blank.blocks(), self._free.blocks()])
+
+    def _push_free(self, blocks: IntArray) -> None:
+        cached = self._cached[blocks]
+        count = np.count_nonzero(cached)
+        if count == len(blocks):
+            self._free.push(blocks)
+        elif count == 0:
+            self._blank.push(blocks)
+        else:
+            self._free.push(blocks[cached])
+            self._blank.push(blocks[~cached])
+
+    def _forget(self, blocks: IntArray) -> int:
+        """Take blocks out of the index; how many were in it."""
         keys, single = self._keys, len(self.indexes) == 1
-        for block in blocks.tolist():
+        cached = blocks[self._cached[blocks]]
+        for block in cached.tolist():
             key = keys[block]
             assert key is not None
             del self.indexes[0 if single else self._owner[block]][key]
             keys[block] = None
-        self._cached[blocks] = False
-        self._owner[blocks] = 0
+        self._cached[cached] = False
+        self._owner[cached] = 0
+        return len(cached)

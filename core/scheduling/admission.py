@@ -21,7 +21,8 @@ class Admission:
     for every running request: a request that was just preempted doesn't come back to be preempted at once. With nothing
     running, only its own blocks count, so whatever `check_request` accepted gets in at last.
 
-    A request whose next block is being computed by another one in this very step steps back, once, and finds it in the cache.
+    A request whose next block is being computed by another one in this very step steps back and finds it in the cache in the
+    next step; again only if it found more.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager, roster: Roster) -> None:
@@ -105,10 +106,13 @@ class Admission:
         return self._kv.match(state.prefix, state.num_tokens)
 
     def _steps_back(self, state: RequestState, hit: Hit) -> bool:
-        if state.deferred or not self._filling:
+        if not self._filling or hit.num_tokens <= state.stepped_back_at:
             return False
-        state.deferred = not self._filling.isdisjoint(self._kv.keys_between(state.prefix, hit.num_tokens, state.num_tokens)[:1])
-        return state.deferred
+        following = self._kv.keys_between(state.prefix, hit.num_tokens, state.num_tokens)[:1]
+        if self._filling.isdisjoint(following):
+            return False
+        state.stepped_back_at = hit.num_tokens
+        return True
 
     def _first_chunk(self, hit: Hit, num_tokens: int, budget: int) -> int:
         computed = min(hit.num_tokens, num_tokens - 1)

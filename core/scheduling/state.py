@@ -56,7 +56,6 @@ class RequestState:
 
     __slots__ = (
         "arrival",
-        "deferred",
         "forks",
         "index",
         "known",
@@ -70,6 +69,7 @@ class RequestState:
         "slot",
         "slots",
         "status",
+        "stepped_back_at",
         "stop_ids",
     )
 
@@ -93,7 +93,7 @@ class RequestState:
         self.status = status
         self.forks: list[RequestState] = []  # completions that wait for this one's prompt
         self.parked = False  # keeps slot and blocks, but isn't scheduled
-        self.deferred = False  # has stepped back once to let another request fill the cache for it
+        self.stepped_back_at = -1  # cached tokens when it last let another request fill the cache for it
         self.prompt_logprobs = index == request.index and request.sampling.prompt_logprobs is not None  # still to be reported
         self.prompt_logprobs_given = self.prompt_logprobs_seen = 0  # positions, at all and in this slot
         sampling = request.sampling

@@ -1,7 +1,8 @@
 """`FakeWorker`: a worker without a model that checks every rule of the step protocol while it runs.
 
-What a real worker would keep in a KV block it replaces by fingerprints: position p of a sequence leaves the hash of all tokens up to
-p. So a block that was never written, was overwritten by someone else, or belongs to another prefix is seen the moment it is read.
+What a real worker would keep in a KV block it replaces by fingerprints: position p of a sequence leaves the hash of all tokens
+up to p. So a block that was never written, was overwritten by someone else, or belongs to another prefix is seen the moment it
+is read.
 The next token is a function of that hash, which makes every output predictable (`expected_tokens`).
 """
 
@@ -56,9 +57,7 @@ def forbidden_ids(sampling: SamplingParams, eos: tuple[int, ...], num_output_tok
     return frozenset((*eos, *(sampling.stop_token_ids or ())))
 
 
-def expected_tokens(
-    request: Request, index: int, max_model_len: int, model: FakeModel
-) -> tuple[list[int], str, int | None]:
+def expected_tokens(request: Request, index: int, max_model_len: int, model: FakeModel) -> tuple[list[int], str, int | None]:
     """What completion ``index`` must give: tokens, reason and stop reason, worked out without any scheduler."""
     sampling, tokens = request.sampling, request.prompt_token_ids.tolist()
     output: list[int] = []
@@ -201,7 +200,9 @@ class FakeWorker:
             if update is None:
                 continue
             assert len(update.slots) == len(update.columns) == len(update.block_ids) > 0
-            for slot, column, block in zip(update.slots.tolist(), update.columns.tolist(), update.block_ids.tolist(), strict=True):
+            for slot, column, block in zip(
+                update.slots.tolist(), update.columns.tolist(), update.block_ids.tolist(), strict=True
+            ):
                 assert slot in self.slots, f"table entry for slot {slot}, which nobody has"
                 assert 0 <= block < self.groups[group].num_blocks
                 self.slots[slot].tables[group][column] = block
@@ -280,7 +281,9 @@ class FakeWorker:
 
     def _check_sole_holder(self, info: KVGroupInfo, block: int, slot: Slot) -> None:
         holders = self.holders[info.pool_id, block]
-        assert len(holders) == 1, f"block {block} is written by {slot.new.request_id} but held by (slot, group) {sorted(holders)}"
+        assert len(holders) == 1, (
+            f"block {block} is written by {slot.new.request_id} but held by (slot, group) {sorted(holders)}"
+        )
 
     def _run(self, number: int, count: int, drafts: list[int]) -> list[int]:
         """Read what the row's queries see, move on, and sample if the row reaches the last token known."""

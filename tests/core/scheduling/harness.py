@@ -204,7 +204,9 @@ class Harness:
             for row, token in zip(output.logprobs.rows.tolist(), output.logprobs.token_ids[:, 0].tolist(), strict=True):
                 self.logprobs.setdefault(self.owner[int(output.slots[row])], []).append(token)
         if output.prompt_logprobs is not None:
-            for slot, token in zip(output.prompt_logprobs.rows.tolist(), output.prompt_logprobs.token_ids[:, 0].tolist(), strict=True):
+            for slot, token in zip(
+                output.prompt_logprobs.rows.tolist(), output.prompt_logprobs.token_ids[:, 0].tolist(), strict=True
+            ):
                 self.prompt_logprobs.setdefault(self.owner[slot][0], []).append(token)
 
     def run(self, limit: int = 10_000) -> int:
@@ -264,8 +266,10 @@ def check_pools(kv: KVCacheManager) -> None:
             held[pool].update(manager.left[manager.left > 0].tolist())
     for pool, counts in zip(kv.pools, held, strict=True):
         for block in range(pool.num_blocks):
-            assert pool.ref_count[block] == counts[block], f"block {block}: {pool.ref_count[block]} references, {counts[block]} held"
-        free = pool._free.blocks().tolist()
+            assert pool.ref_count[block] == counts[block], (
+                f"block {block}: {pool.ref_count[block]} references, {counts[block]} held"
+            )
+        free = pool.free_blocks().tolist()
         assert len(free) == pool.num_free == len(set(free))
         assert 0 not in free
         assert all(pool.ref_count[block] == 0 for block in free)

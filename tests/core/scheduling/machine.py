@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
+from fake_worker import FakeModel
 from harness import Harness, make_request
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from fake_worker import FakeModel
 from octavo.core.api.errors import UsageError
 from octavo.core.api.kv_cache import MLA, FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
 from octavo.core.scheduling import FirstComeFirstServed, Priority
@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.harness.add(request)
         except UsageError as error:
-            assert any(word in str(error) for word in ("KV blocks", "context")), error
+            assert any(word in str(error) for word in ("KV blocks", "context")), error  # noqa: PT017 (either is right)
 
     @precondition(lambda self: self.harness.requests)
     @rule(data=st.data())
