@@ -96,6 +96,7 @@ def test_smollm2_says_the_same_however_it_is_scheduled(
     assert again.outputs[0].token_ids == some[1].outputs[0].token_ids[:num_tokens]
 
 
+@pytest.mark.prove  # transformers takes a minute to read this file
 def test_gemma3_agrees(
     catalogue_path: Callable[[str], Path], open_llm: Callable[..., LLM], gguf_reference: Callable[[Path], Any]
 ) -> None:

@@ -1,0 +1,134 @@
+"""`LLM` and `AsyncLLM` as people construct them, on a tiny real model."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, AsyncLLM, SamplingParams
+from octavo.core.api.errors import BrokenModel, UsageError
+from octavo.core.config import EngineConfig
+from octavo.core.loading.tokenizer import Tokenizer
+
+OPTIONS: dict[str, Any] = {
+    "platform": "cpu",
+    "attention_backend": "reference",
+    "dtype": "float32",
+    "kv_cache_memory_bytes": "4M",
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "block_size": 8,
+    "enable_prefix_caching": False,
+    "seed": 3,
+    "long_prefill_token_threshold": 16,
+}
+TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}{{ suffix }}"
+
+
+@pytest.fixture
+def llm(tiny_llama: Path) -> Iterator[LLM]:
+    with LLM(str(tiny_llama), **OPTIONS) as made:
+        yield made
+
+
+def test_every_option_is_a_keyword_and_every_choice_becomes_explicit(llm: LLM) -> None:
+    flat = llm.config.flat()
+    assert {name: flat[name] for name in OPTIONS} == {
+        **OPTIONS,
+        "attention_backend": {"full_attention": "reference"},
+        "kv_cache_memory_bytes": 4_000_000,
+    }
+    assert isinstance(llm.get_tokenizer(), Tokenizer)
+    assert llm.front.core.startup_s > 0
+
+
+def test_a_configuration_does_as_well(tiny_llama: Path) -> None:
+    config = EngineConfig.from_flat(model=str(tiny_llama), **OPTIONS)
+    with LLM.from_config(config) as llm:
+        assert llm.generate("w1 w2", SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids
+
+
+def test_an_unknown_option_is_refused_with_near_matches(tiny_llama: Path) -> None:
+    with pytest.raises(UsageError, match="unknown option 'max_num_seq'; did you mean 'max_num_seqs'"):
+        LLM(str(tiny_llama), max_num_seq=3)
+
+
+def test_chat_needs_a_template(llm: LLM) -> None:
+    with pytest.raises(UsageError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "w1"}])
+
+
+def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
+    tokenizer = llm.front.tokenizer
+    llm.front.source.chat_template = TEMPLATE
+    llm.front.tokenizer = Tokenizer(
+        tokenizer.raw,
+        bos_token_id=None,
+        eos_token_ids=tokenizer.eos_token_ids,
+        special_ids=tokenizer.special_ids,
+        chat_template=TEMPLATE,
+    )
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    one = [{"role": "user", "content": "w1"}]
+    two = [{"role": "user", "content": "w2"}, {"role": "assistant", "content": "w3"}]
+    (single,) = llm.chat(one, params)
+    assert (single.prompt, single.prompt_token_ids) == ("w1 ", [1])
+    assert [output.prompt_token_ids for output in llm.chat([one, two], params)] == [[1], [2, 3]]
+    (suffixed,) = llm.chat(one, params, chat_template_kwargs={"suffix": "w9"})
+    assert suffixed.prompt_token_ids == [1, 9]
+
+
+def test_a_tokenizer_that_fails_leaves_no_worker(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from octavo.core.loading.source import ModelSource
+
+    def fail(self: ModelSource) -> Tokenizer:
+        raise BrokenModel("the tokenizer is broken")
+
+    monkeypatch.setattr(ModelSource, "tokenizer", fail)
+    with pytest.raises(BrokenModel, match="the tokenizer is broken"):
+        LLM(str(tiny_llama), **{**OPTIONS, "seed": 4})  # a configuration that nothing has resolved before
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("octavo-")]
+
+
+def test_a_progress_bar_is_drawn_on_a_terminal_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    llm.generate(["w1"] * 3, params)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    llm.generate(["w1"] * 3, params, use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    llm.generate(["w1"] * 3, params)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Generating" in err
+    assert "3/3" in err
+
+
+async def test_the_asynchronous_front_gives_the_same_tokens(llm: LLM, tiny_llama: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    expected = llm.generate("w1 w2 w3", params)[0].outputs[0].token_ids
+    other = AsyncLLM(str(tiny_llama), **OPTIONS)
+    try:
+        outputs = [output async for output in other.generate("w1 w2 w3", params, "r")]
+        assert other.config.flat() == llm.config.flat()
+        assert other.metrics()["steps_total"] >= 8
+    finally:
+        other.shutdown()
+    assert outputs[-1].outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_seeded_samples_repeat_and_completions_differ(llm: LLM, temperature: float) -> None:
+    params = SamplingParams(n=3, max_tokens=12, temperature=temperature, seed=7, ignore_eos=True)
+    first, second = (llm.generate("w1 w2", params)[0] for _ in range(2))
+    tokens = [completion.token_ids for completion in first.outputs]
+    assert tokens == [completion.token_ids for completion in second.outputs]
+    assert len({tuple(ids) for ids in tokens}) == (1 if temperature == 0 else 3)
