@@ -49,7 +49,8 @@ class ChunkedLocalManager(KVManager):
                 changes.set_entries(np.full(len(columns), slot, np.int32), columns, np.zeros(len(columns), np.int32))
 
     def demand(self, slots: Int32, starts: Int32, ends: Int32) -> Int32:
-        return np.maximum(-(-ends // self.block_size) - self.count[slots], 0).astype(np.int32)
+        missing: Int32 = np.maximum(-(-ends // self.block_size) - self.count[slots], 0).astype(np.int32)
+        return missing
 
     def extend(self, slots: Int32, starts: Int32, ends: Int32, changes: TableChanges) -> None:
         for slot, missing in zip(slots.tolist(), self.demand(slots, starts, ends).tolist(), strict=True):

@@ -70,7 +70,8 @@ class TinyTestForCausalLM(CausalLM):
         sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
         q, k, v = (part.reshape(count, -1, spec.head_dim) for part in layer.qkv(hidden).split(sizes, dim=-1))
         out = step.attend(layer.index, q, k, v, q.new_empty(q.shape))
-        return layer.output(out.flatten(1))
+        output: Tensor = layer.output(out.flatten(1))
+        return output
 
     def _layer(self, builder: LayerBuilder, index: int) -> Layer:
         spec, prefix = self.spec, f"model.layers.{index}"
