@@ -157,10 +157,13 @@ class OutputProcessor:
         updated: dict[str, RequestState] = {}
         stops: list[Stop] = []
         for started in output.started:
-            if state := self._requests.get(started.request_id):
-                self._slots[started.slot] = state.completions[started.index]
-                if state.num_cached_tokens is None:
-                    state.num_cached_tokens = started.num_cached_tokens
+            state = self._requests.get(started.request_id)
+            if state is None:  # ended by the front; what it still says must not reach the slot's former owner
+                self._slots.pop(started.slot, None)
+                continue
+            self._slots[started.slot] = state.completions[started.index]
+            if state.num_cached_tokens is None:
+                state.num_cached_tokens = started.num_cached_tokens
         if output.prompt_logprobs is not None:
             self._add_prompt_logprobs(output.prompt_logprobs)
         ends = {(end.request_id, end.index): end for end in output.finished}

@@ -168,6 +168,18 @@ def test_a_slot_goes_to_its_next_owner(byte_tokenizer: Any) -> None:
     assert bench.states[1].num_cached_tokens == 16  # as it first started
 
 
+def test_a_slots_former_owner_gets_nothing_of_an_aborted_request_that_took_the_slot(byte_tokenizer: Any) -> None:
+    bench = Bench(byte_tokenizer, SamplingParams(), SamplingParams())
+    bench.say("a", slot=0)
+    bench.processor.abort("1")  # request 0 is preempted meanwhile, and request 1 starts in its slot before the abort arrives
+    started = [StartedRequest(slot=0, request_id="1", index=0, num_cached_tokens=0)]
+    bench.step({0: byte_tokenizer.encode("x")}, started=started)
+    assert bench.text(0) == "a"
+    bench.step({}, started=[StartedRequest(slot=0, request_id="0", index=0, num_cached_tokens=0)])
+    bench.say("b", slot=0)
+    assert bench.text(0) == "ab"
+
+
 def test_logprobs_have_the_token_first_then_the_best(byte_tokenizer: Any) -> None:
     a, b, c = byte_tokenizer.encode("abc")
     bench = Bench(byte_tokenizer, SamplingParams(logprobs=1), SamplingParams(), SamplingParams(logprobs=0))
