@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
@@ -23,7 +23,7 @@ class Collector:
         self._end = end
 
     def collect(self, step: PlannedStep, result: StepResult) -> StepOutput:
-        chosen = self._producing(step)
+        chosen = self._producing(step, result.failed)
         slots = step.slots if chosen is None else step.slots[chosen]
         tokens = result.sampled if chosen is None else result.sampled[chosen]
         prompt_logprobs = select_prompt_logprobs(result.prompt_logprobs, step.slots, self._roster.states)
@@ -37,16 +37,19 @@ class Collector:
             slots=slots,
             token_ids=tokens,
             started=step.started,
-            finished=finished,
+            finished=[*finished, *self._fail(step.slots, result.failed)],
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _producing(self, step: PlannedStep) -> IntArray | None:
-        """Indices of the rows that give tokens: those sampled whose completion hasn't ended meanwhile. None = all."""
-        if not self._roster.num_ignored:
+    def _producing(self, step: PlannedStep, failed: Collection[int]) -> IntArray | None:
+        """Indices of the rows that give tokens: those sampled that didn't fail and whose completion hasn't ended meanwhile.
+        None = all.
+        """
+        if not self._roster.num_ignored and not failed:
             return None if step.samples is None else np.flatnonzero(step.samples).astype(np.int32)
         alive = ~self._arrays.ignored[step.slots]
+        alive[list(failed)] = False
         if step.samples is not None:
             alive &= step.samples
         return np.flatnonzero(alive).astype(np.int32)
@@ -84,6 +87,18 @@ class Collector:
         arrays.num_tokens[slots] = known
         arrays.num_computed[slots] = known - 1
         return kept, finished
+
+    def _fail(self, slots: IntArray, failed: Mapping[int, str]) -> list[FinishedRequest]:
+        """End the completions whose rows have no token, unless they have ended meanwhile."""
+        finished = []
+        for slot, why in ((int(slots[row]), why) for row, why in failed.items()):
+            if not self._arrays.ignored[slot]:
+                state = self._roster.state(slot)
+                self._end(state)
+                finished.append(
+                    FinishedRequest(slot=slot, request_id=state.request_id, index=state.index, reason="error", message=why)
+                )
+        return finished
 
     def _finish(self, slot: int, token: int) -> FinishedRequest:
         state = self._roster.state(slot)
