@@ -179,8 +179,11 @@ class AsyncLLM:
             self._streams.pop(request_id, None)
 
     def _end(self, state: RequestState) -> None:
-        """Abort what hasn't finished: here at once, in the core when its thread gets to it."""
-        if not state.finished:
+        """Abort what hasn't finished: here at once, in the core when its thread gets to it.
+
+        Of a request that failed, the core may still run further completions.
+        """
+        if not state.finished or state.error is not None:
             self.front.processor.abort(state.request_id)
             self._commands.put(lambda: self._abort_in_core(state.request_id))
             self._wake([state])
@@ -235,7 +238,14 @@ class AsyncLLM:
         while True:
             item = self._outputs.get()
             with self._lock:
-                self._wake(self._apply(item))
+                try:
+                    updated = self._apply(item)
+                except Exception as error:
+                    log.exception("the output loop failed")
+                    item = EngineError(f"the output loop failed: {type(error).__name__}: {error}")
+                    updated = self._apply(item)
+                    self._commands.put(None)
+                self._wake(updated)
             if isinstance(item, OctavoError):
                 return
 

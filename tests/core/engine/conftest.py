@@ -59,12 +59,21 @@ def byte_tokenizer() -> ByteTokenizer:
 class EchoExecutor:
     """Says the prompt again and again: output token ``i`` is prompt token ``i`` modulo its length. Steps run on a thread.
 
-    ``fail_at`` is the step that fails, with ``failure``. While ``gate`` is clear, steps wait for it.
+    ``fail_at`` is the step that fails, with ``failure``; in step ``fail_row_at`` only the first row fails. While ``gate`` is
+    clear, steps wait for it.
     """
 
-    def __init__(self, *, max_in_flight: int = 2, fail_at: int | None = None, failure: Exception | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_in_flight: int = 2,
+        fail_at: int | None = None,
+        failure: Exception | None = None,
+        fail_row_at: int | None = None,
+    ) -> None:
         self.max_in_flight = max_in_flight
         self.fail_at = fail_at
+        self.fail_row_at = fail_row_at
         self.failure = failure or WorkerDied("the worker died")
         self.gate = threading.Event()
         self.gate.set()
@@ -126,7 +135,9 @@ class EchoExecutor:
             if self._computed[slot] == len(tokens):
                 tokens.append(tokens[(len(tokens) - num_prompt) % num_prompt])
                 sampled[row, 0] = tokens[-1]
-        return StepResult(step=step.step, sampled=sampled)
+        failed = {0: "the row has no token"} if self.num_steps == self.fail_row_at else {}
+        sampled[list(failed)] = -1
+        return StepResult(step=step.step, sampled=sampled, failed=failed)
 
 
 @pytest.fixture

@@ -152,6 +152,28 @@ async def test_a_bug_in_the_loop_reaches_every_waiting_request(make_llm: MakeLLM
         await last(llm, "abc", params(), "r")
 
 
+async def test_a_bug_in_the_output_loop_reaches_every_waiting_request(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    monkeypatch.setattr(llm.front.processor, "process", lambda output: {}["gone"])
+    with pytest.raises(EngineError, match="the output loop failed: KeyError: 'gone'"):
+        await last(llm, "abc", params(), "r")
+    await until(lambda: executor.is_shut_down)
+    with pytest.raises(EngineError, match="the output loop failed"):
+        await last(llm, "abc", params(), "later")
+
+
+async def test_when_one_completion_fails_the_others_of_its_request_are_ended_too(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    llm = make_llm(EchoExecutor(fail_row_at=3))
+    with pytest.raises(EngineError, match="no token"):
+        await last(llm, "abc", params(190, n=3), "r")
+    await until(lambda: not llm.front.core.has_unfinished())
+    assert llm.metrics()["steps_total"] < 50
+    assert (await last(llm, "abc", params(3), "later")).finished
+
+
 async def test_shutdown_ends_pending_requests_and_leaves_no_thread(make_llm: MakeLLM, EchoExecutor: Any) -> None:
     executor = EchoExecutor()
     llm = make_llm(executor)
