@@ -64,8 +64,8 @@ class RequestMaker:
         parts = _parts(prompt)
         self._check_params(params)
         if parts.token_ids is None:
-            ids = self.tokenizer.encode(parts.text or "", add_special_tokens=add_special_tokens)
-            token_ids = np.asarray(ids, np.int32)
+            # Its ids are checked as well: a tokenizer may know special tokens that the model has no embedding for.
+            token_ids = self._checked_ids(self.tokenizer.encode(parts.text or "", add_special_tokens=add_special_tokens))
         else:
             token_ids = self._checked_ids(parts.token_ids)
         if params.truncate_prompt_tokens is not None:

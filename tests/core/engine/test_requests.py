@@ -76,6 +76,12 @@ def test_a_wrong_request_is_refused_with_the_numbers(maker: RequestMaker, prompt
     assert "\n" not in str(raised.value)
 
 
+def test_a_special_token_that_the_model_has_no_embedding_for_is_refused(byte_tokenizer: Any) -> None:
+    maker = RequestMaker(tokenizer=byte_tokenizer, vocab_size=256, max_model_len=20, eos_token_ids=())
+    with pytest.raises(UsageError, match=r"token id 256 is outside the vocabulary \(0 to 255\)"):
+        make(maker, "a<end>")
+
+
 def test_params_of_another_type_are_refused(maker: RequestMaker) -> None:
     with pytest.raises(UsageError, match="sampling_params must be a SamplingParams, not dict"):
         maker.make("a", {"temperature": 0}, "r")  # type: ignore[arg-type]
