@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -45,8 +46,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())
-        stop_token_ids = tuple(self.stop_token_ids or ())
+        stop = (self.stop,) if isinstance(self.stop, str) and self.stop else _tuple("stop", self.stop)
+        stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids)
         msgspec.structs.force_setattr(self, "stop", stop)
         msgspec.structs.force_setattr(self, "stop_token_ids", stop_token_ids)
         for name, low, high, whole in _RANGES:
@@ -58,6 +59,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise UsageError(f"{name} must be {kind}, not {value!r}")
             if not (math.isfinite(value) and low <= value <= high):
                 raise UsageError(f"{name} must be {kind} {_range_text(low, high)}, not {value!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.top_p == 0:
             raise UsageError("top_p must be above 0; use temperature=0 for greedy decoding")
         if self.repetition_penalty == 0:
@@ -70,6 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise UsageError("stop strings need detokenize=True")
         if any(isinstance(t, bool) or not isinstance(t, int) or t < 0 for t in stop_token_ids):
             raise UsageError("stop_token_ids must be token ids, whole numbers from 0")
+        if not isinstance(self.logit_bias, (Mapping, type(None))):
+            raise UsageError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
         for token, bias in (self.logit_bias or {}).items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise UsageError(f"logit_bias keys must be token ids, not {token!r}")
@@ -79,6 +85,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 _INF = 2**31 - 1
 _OPTIONAL = {"seed", "logprobs", "prompt_logprobs", "max_tokens", "truncate_prompt_tokens"}
+_FLAGS = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "detokenize",
+)
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("n", 1, 16384, True),
     ("temperature", 0, 1e6, False),
@@ -95,6 +108,12 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("min_tokens", 0, _INF, True),
     ("truncate_prompt_tokens", 1, _INF, True),
 )
+
+
+def _tuple(name: str, values: Any) -> tuple[Any, ...]:
+    if not isinstance(values, (Iterable, type(None))):
+        raise UsageError(f"{name} must be a list, not {values!r}")
+    return tuple(values or ())
 
 
 def _range_text(low: float, high: float) -> str:
