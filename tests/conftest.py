@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -96,6 +98,17 @@ class PluginBox:
         requirements._unmet.cache_clear()
         importlib.invalidate_caches()
         return Registry.read()
+
+
+@pytest.fixture(autouse=True)
+def _what_the_command_line_sets_is_undone() -> Iterator[None]:
+    """`octavo.core.cli.main.main` takes over Octavo's logger and SIGTERM: each test begins and ends without that."""
+    logger = logging.getLogger("octavo")
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    yield
+    logger.handlers[:], logger.level, logger.propagate = before
+    signal.signal(signal.SIGTERM, on_terminate)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {
     "generate": "Complete a prompt, or a file of prompts.",
     "chat": "Talk with a model.",
     "models": "List and pull models of the catalogue.",
+    "bench": "Measure what parts of Octavo cost.",
     "backends": "List the installed plugins and their states.",
     "explain": "Say what would run a model, and why.",
     "doctor": "Check the environment and every plugin.",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +130,8 @@ def add_accelerator() -> Callable[..., Path]:
 
 
 @pytest.fixture
-def octavo_command() -> Iterator[Callable[..., int]]:
+def octavo_command() -> Callable[..., int]:
     """``octavo`` in this process, for what needs no process of its own; its exit code."""
     from octavo.core.cli.main import main
 
-    logger = logging.getLogger("octavo")
-    before = (logger.handlers[:], logger.level, logger.propagate, signal.getsignal(signal.SIGTERM))
-    yield lambda *arguments: main(list(arguments))
-    logger.handlers[:], logger.level, logger.propagate = before[:3]
-    signal.signal(signal.SIGTERM, before[3])
+    return lambda *arguments: main(list(arguments))

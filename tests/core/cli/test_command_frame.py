@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,8 @@ from octavo.core.config import EngineConfig
 
 
 @pytest.fixture(autouse=True)
-def _undo_what_main_sets(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    logger = logging.getLogger("octavo")
-    before = (logger.handlers[:], logger.level, logger.propagate, signal.getsignal(signal.SIGTERM))
+def _without_debug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli._State, "debug", False)
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before[:3]
-    signal.signal(signal.SIGTERM, before[3])
 
 
 @pytest.fixture
@@ -148,8 +142,8 @@ def test_signals_end_the_command_cleanly(plugin_box: Any, number: signal.Signals
     import click, sys, time
     @click.command()
     def wait():
-        print("ready", flush=True)
         try:
+            print("ready", flush=True)
             time.sleep(60)
         finally:
             print("cleaned up", flush=True)

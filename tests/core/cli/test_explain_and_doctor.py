@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +50,6 @@ def ops(platform):
     from octavo.core.layers.ops import Ops
     return {"rms_norm": Ops(platform=platform).rms_norm}
 """
-
-
-@pytest.fixture(autouse=True)
-def _undo_what_main_sets() -> Iterator[None]:
-    logger = logging.getLogger("octavo")
-    before = (logger.handlers[:], logger.level, logger.propagate, signal.getsignal(signal.SIGTERM))
-    yield
-    logger.handlers[:], logger.level, logger.propagate = before[:3]
-    signal.signal(signal.SIGTERM, before[3])
 
 
 @pytest.fixture
