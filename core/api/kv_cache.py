@@ -8,19 +8,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from octavo.core.kv_cache.pool import BlockPool
-
 __all__ = [
     "MLA",
     "NULL_BLOCK",
     "AnyKVSpec",
+    "Blocks",
     "CustomSpec",
     "FullAttention",
     "KVGroupInfo",
@@ -105,6 +103,38 @@ class TableChanges(Protocol):
         """The worker copies block ``sources[i]`` to ``targets[i]`` before any write of the step; each [n] int32."""
 
 
+class Blocks(Protocol):
+    """The block pool as a `KVManager` uses it. A block may have several references; without any, it can be allocated again.
+
+    A block that comes free keeps what it carries, and its place in the prefix indexes, until it is allocated.
+    """
+
+    ref_count: NDArray[np.int32]  # [num_blocks] int32, read only
+    indexes: tuple[dict[bytes, int], ...]  # one a KV group: key → the block that carries it; read only
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can give."""
+
+    def allocate(self, count: int) -> NDArray[np.int32]:
+        """[count] int32 the least recently used free blocks, now with one reference each."""
+
+    def acquire(self, blocks: NDArray[np.int32]) -> None:
+        """One more reference to each of these (distinct) blocks."""
+
+    def release(self, blocks: NDArray[np.int32]) -> None:
+        """One reference less to each of these (distinct) blocks; those without any come free in the order given."""
+
+    def idle_count(self, blocks: NDArray[np.int32]) -> int:
+        """How many of these blocks no one holds: acquiring them takes them from the free ones."""
+
+    def register(self, index: int, keys: Sequence[bytes], blocks: NDArray[np.int32]) -> None:
+        """From now on ``blocks[i]`` can be found under ``keys[i]``. A key that another block carries stays with that block."""
+
+    def key_of(self, block: int) -> tuple[int, bytes] | None:
+        """The index and key under which a block can be found, if it can."""
+
+
 class KVManager(ABC):
     """The block tables of one KV group. A plugin of kind ``kv_manager``; core has one for each `KVSpec`.
 
@@ -123,7 +153,7 @@ class KVManager(ABC):
 
     table: NDArray[np.int32]  # [max_num_seqs, columns] int32, 0 where there is no block
 
-    def __init__(self, info: KVGroupInfo, pool: BlockPool, index: int, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, info: KVGroupInfo, pool: Blocks, index: int, *, max_num_seqs: int, max_model_len: int) -> None:
         """``index`` is the group's own prefix index within the pool."""
         self.info = info
         self.pool = pool

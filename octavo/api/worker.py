@@ -5,10 +5,9 @@ from octavo.core.worker.caches import GroupCaches
 from octavo.core.worker.input_batch import InputBatch, StepLayout
 from octavo.core.worker.memory import activation_bytes, cache_allowance_bytes, kv_specs, settle_blocks
 from octavo.core.worker.model_runner import ModelRunner, RunnerLimits
-from octavo.core.worker.worker import DeviceWorker, load_ops, make_worker
+from octavo.core.worker.worker import load_ops, make_worker
 
 __all__ = [
-    "DeviceWorker",
     "GroupCaches",
     "InputBatch",
     "ModelRunner",

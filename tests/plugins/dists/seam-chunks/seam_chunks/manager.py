@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.api.kv_cache import BlockPool, CustomSpec, KVGroupInfo, KVManager, TableChanges
+from octavo.api.kv_cache import Blocks, CustomSpec, KVGroupInfo, KVManager, TableChanges
 
 __all__ = ["ChunkedLocalManager"]
 
@@ -20,7 +20,7 @@ class ChunkedLocalManager(KVManager):
     The block that a fork starts within is copied at once, so no block that is written is ever shared.
     """
 
-    def __init__(self, info: KVGroupInfo, pool: BlockPool, index: int, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, info: KVGroupInfo, pool: Blocks, index: int, *, max_num_seqs: int, max_model_len: int) -> None:
         super().__init__(info, pool, index, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
         assert isinstance(info.spec, CustomSpec)
         self.chunk = info.spec.parameters["chunk"]
