@@ -35,7 +35,7 @@ class FullAttentionManager(KVManager):
         return np.minimum(bound, self.shared_at[slots]) if self._sharing else bound
 
     def demand(self, slots: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
-        counts = self._missing(slots, ends)
+        counts: IntArray = np.maximum((ends + (self.block_size - 1)) // self.block_size - self.num_columns[slots], 0)
         if not self._sharing:
             return counts
         written = ends > np.maximum(starts, self.shared_at[slots])
@@ -50,12 +50,12 @@ class FullAttentionManager(KVManager):
             written = ends > np.maximum(starts, self.shared_at[slots])
             for slot, start in zip(slots[written].tolist(), starts[written].tolist(), strict=True):
                 self._copy_on_write(slot, start // self.block_size, changes)
-        counts = self._missing(slots, ends)
+        have = self.num_columns[slots]
+        counts = np.maximum((ends + (self.block_size - 1)) // self.block_size - have, 0)
         total = int(counts.sum())
         if not total:
             return
         blocks = self.pool.allocate(total)
-        have = self.num_columns[slots]
         if total == len(slots) and np.count_nonzero(counts) == total:
             owners, columns = slots, have
         else:
@@ -100,11 +100,6 @@ class FullAttentionManager(KVManager):
 
     def entries(self, slot: int) -> IntArray:
         return self.table[slot, : self.num_columns[slot]].copy()
-
-    def _missing(self, slots: IntArray, ends: IntArray) -> IntArray:
-        wanted = (ends + (self.block_size - 1)) // self.block_size
-        missing: IntArray = np.maximum(wanted - self.num_columns[slots], 0)
-        return missing
 
     def _unshare(self, slot: int) -> None:
         self.shared_at[slot] = NEVER

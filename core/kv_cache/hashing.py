@@ -54,7 +54,6 @@ class PrefixHasher:
         if algorithm not in ALGORITHMS:
             raise UsageError(f"unknown prefix hash {algorithm!r}; choose one of {', '.join(sorted(ALGORITHMS))}")
         self.block_size = block_size
-        self._offsets = np.arange(block_size, dtype=np.int32)
         self._hash = ALGORITHMS[algorithm]
 
     def extend(self, chain: list[bytes], tokens: IntArray, extra: bytes) -> None:
@@ -67,18 +66,29 @@ class PrefixHasher:
             append(parent)
 
     def next_keys(
-        self, chains: Sequence[list[bytes]], extras: Sequence[bytes], slots: IntArray, columns: IntArray, tokens: IntArray
+        self, prefixes: Sequence[Prefix], number: int, slots: IntArray, columns: IntArray, tokens: IntArray
     ) -> list[bytes]:
-        """The key of block ``columns[i]`` of the sequence in row ``slots[i]`` of ``tokens``, appended to ``chains[i]`` if it
-        isn't there; the blocks before it must be. All blocks' tokens are gathered at once.
+        """The key of block ``columns[i]`` of the sequence in row ``slots[i]`` of ``tokens``, appended to chain ``number`` of
+        ``prefixes[i]`` if it isn't there; the blocks before it must be. All blocks' tokens are gathered at once.
         """
-        places = (columns * self.block_size)[:, None] + self._offsets
-        data = tokens[slots[:, None], places].astype("<i4", copy=False).tobytes()
+        data = self._blocks(tokens, slots, columns).astype("<i4", copy=False).tobytes()
         keys, hash_of, stride = [], self._hash, 4 * self.block_size
         at = 0
-        for chain, extra, column in zip(chains, extras, columns.tolist(), strict=True):
+        for prefix, column in zip(prefixes, columns.tolist(), strict=True):
+            chain = prefix.chains[number]
             if len(chain) == column:
-                chain.append(hash_of((chain[-1] if chain else ROOT) + data[at : at + stride] + extra).digest())
-            keys.append(chain[column])
+                key = hash_of((chain[-1] if chain else ROOT) + data[at : at + stride] + prefix.extra).digest()
+                chain.append(key)
+            else:
+                key = chain[column]
+            keys.append(key)
             at += stride
         return keys
+
+    def _blocks(self, tokens: IntArray, slots: IntArray, columns: IntArray) -> IntArray:
+        """[n, block_size]: the tokens of these blocks."""
+        size, width = self.block_size, tokens.shape[1]
+        if width % size == 0:
+            whole: IntArray = tokens.reshape(-1, width // size, size)[slots, columns]
+            return whole
+        return tokens[slots[:, None], (columns * size)[:, None] + np.arange(size, dtype=np.int32)]

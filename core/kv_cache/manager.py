@@ -185,6 +185,15 @@ class KVCacheManager:
             wanted[pool] += manager.demand(slots, starts, ends)
         return wanted
 
+    def extend_decodes(self, slots: IntArray, ends: IntArray) -> bool:
+        """`trim` and `extend` for rows of one token. False, and nothing extended, if the pools have too little."""
+        starts = ends - 1
+        self.trim(slots, starts)
+        if min(pool.num_free for pool in self.pools) < 2 * len(slots) * len(self.managers):  # more than they can ask for
+            return self.try_extend(slots, starts, ends)
+        self.extend(slots, starts, ends)
+        return True
+
     def try_extend(self, slots: IntArray, starts: IntArray, ends: IntArray) -> bool:
         """`extend` if the pools have enough; False and nothing done if not."""
         wanted = [0] * len(self.pools)
@@ -215,17 +224,15 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         prefixes = [prefix for slot in slots.tolist() if (prefix := self._prefixes[slot]) is not None]
-        extras = [prefix.extra for prefix in prefixes]
         for number, hasher in enumerate(self.hashers):
-            chains = [prefix.chains[number] for prefix in prefixes]
             first, last = self._committed[number, slots], num_tokens // hasher.block_size
             if np.count_nonzero(last - first == 1) == len(slots):  # as in a decode step
                 owners, columns = slots, first
-                keys = hasher.next_keys(chains, extras, slots, first, tokens)
+                keys = hasher.next_keys(prefixes, number, slots, first, tokens)
             else:
                 for prefix, slot, count in zip(prefixes, slots.tolist(), num_tokens.tolist(), strict=True):
                     hasher.extend(prefix.chains[number], tokens[slot, :count], prefix.extra)
-                owners, columns, keys = _spans(slots, first, last, chains)
+                owners, columns, keys = _spans(slots, first, last, [prefix.chains[number] for prefix in prefixes])
             for manager, chain in zip(self.managers, self._chain_of, strict=True):
                 if chain == number and keys:
                     manager.commit(owners, columns, keys)
@@ -285,8 +292,10 @@ class KVCacheManager:
             self._set_commit_at(slots)
 
     def _set_commit_at(self, slots: IntArray) -> None:
-        edges = (self._committed[:, slots] + 1) * self._chain_sizes
-        self.commit_at[slots] = edges[0] if len(edges) == 1 else edges.min(axis=0)
+        if len(self.hashers) == 1:
+            self.commit_at[slots] = (self._committed[0, slots] + 1) * self.hashers[0].block_size
+        else:
+            self.commit_at[slots] = ((self._committed[:, slots] + 1) * self._chain_sizes).min(axis=0)
 
 
 def _spans(

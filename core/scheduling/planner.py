@@ -51,7 +51,7 @@ class Planner:
         if len(self._flight) and (ends >= arrays.limit[rows]).any():  # its last token is being sampled
             return None
         due = ends > self._kv.event_at[rows]
-        if np.count_nonzero(due) and not self._extend_decodes(rows[due], ends[due]):
+        if np.count_nonzero(due) and not self._kv.extend_decodes(rows[due], ends[due]):
             return None
         arrays.num_computed[rows] = ends
         arrays.num_tokens[rows] = ends + 1
@@ -70,12 +70,6 @@ class Planner:
             new_slots, new_counts = self._admission.admit(self._budget - int(counts.sum()), slots, counts)
             slots, counts = np.append(slots, new_slots), np.append(counts, new_counts)
         return self._issue(*self._decodes_first(slots, counts)) if len(slots) else None
-
-    def _extend_decodes(self, slots: IntArray, ends: IntArray) -> bool:
-        """Give decode rows what they need; False (and nothing given) if there isn't enough."""
-        starts = ends - 1
-        self._kv.trim(slots, starts)
-        return self._kv.try_extend(slots, starts, ends)
 
     def _grant(self) -> tuple[IntArray, IntArray]:
         """Running slots that have something to compute, and how many tokens each gets."""

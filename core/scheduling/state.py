@@ -175,7 +175,7 @@ class SlotArrays:
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.max_model_len = max_model_len
-        self.tokens: IntArray = np.zeros((max_num_seqs, min(max_model_len, 2048)), np.int32)
+        self.tokens: IntArray = np.zeros((max_num_seqs, _round_up(min(max_model_len, 2048))), np.int32)
         self.num_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
         self.num_known: IntArray = np.zeros(max_num_seqs, np.int32)
         self.num_computed: IntArray = np.zeros(max_num_seqs, np.int32)
@@ -207,7 +207,8 @@ class SlotArrays:
         """Widen the token matrix (doubling) so that sequences of this length fit."""
         width = self.tokens.shape[1]
         if num_tokens > width:
-            wider = np.zeros((len(self.tokens), min(self.max_model_len, max(num_tokens, 2 * width))), np.int32)
+            wanted = min(self.max_model_len, max(num_tokens, 2 * width))
+            wider = np.zeros((len(self.tokens), _round_up(wanted)), np.int32)
             wider[:, :width] = self.tokens
             self.tokens = wider
 
@@ -218,3 +219,8 @@ class SlotArrays:
             self.stop_ids = wider
         self.stop_ids[:, slot] = -1
         self.stop_ids[: len(ids), slot] = ids
+
+
+def _round_up(num_tokens: int) -> int:
+    """A width that common block sizes divide, so that whole blocks can be gathered."""
+    return -(-num_tokens // 256) * 256

@@ -242,7 +242,7 @@ class Harness:
                     assert (got, ended.reason, ended.stop_reason) == (want, reason, stop_reason), key
                     if request.sampling.logprobs is not None:
                         assert self.logprobs[key] == want
-                    if request.sampling.prompt_logprobs is not None:
+                    if request.sampling.prompt_logprobs is not None and self.finished[key[0], 0].reason != "abort":
                         assert self.prompt_logprobs.get(key[0], []) == request.prompt_token_ids.tolist()[1:]
 
     def check_invariants(self) -> None:
