@@ -151,7 +151,7 @@ def _need(spec: AnyKVSpec, config: EngineConfig, length: int) -> _Need:
     speculative = scheduler.num_speculative_tokens if scheduler.speculative else 0
     whole = -(-(length + speculative) // spec.block_size)
     if isinstance(spec, RecurrentState):
-        one = 2  # the running state and the checkpoint it started from
+        one = min(whole, 3)  # at a block's edge: the state, the one left at the edge before, and the one that goes on
     elif isinstance(spec, SlidingWindow):
         # A chunk's first query sees a window before it, and neither end falls on a block's edge.
         one = min(whole, -(-(spec.window + scheduler.max_num_batched_tokens) // spec.block_size) + 1)

@@ -10,6 +10,7 @@ from octavo.core.api.errors import OutOfMemory
 from octavo.core.api.kv_cache import CustomSpec, FullAttention, RecurrentState, SlidingWindow
 from octavo.core.api.platform import MemoryInfo
 from octavo.core.config import EngineConfig
+from octavo.core.kv_cache import KVCacheManager
 from octavo.core.worker.memory import cache_allowance_bytes, settle_blocks
 
 FULL = FullAttention(block_size=16, bytes_per_block=1000)
@@ -72,10 +73,33 @@ def test_too_little_for_one_request_says_needed_available_and_what_to_do() -> No
         settle_blocks([FULL], _config(max_model_len=length + 16), 50 * 2**20)
 
 
-def test_a_state_needs_two_blocks_a_request_whatever_its_length() -> None:
+def test_a_state_needs_three_blocks_a_request_whatever_its_length() -> None:
     state = RecurrentState(block_size=16, bytes_per_block=5000)
-    (group,) = settle_blocks([state], _config(max_model_len=10**6), 3 * 5000)
-    assert group.num_blocks == 3
+    (group,) = settle_blocks([state], _config(max_model_len=10**6), 4 * 5000)
+    assert group.num_blocks == 4
+    with pytest.raises(OutOfMemory):
+        settle_blocks([state], _config(max_model_len=10**6), 3 * 5000)
+
+
+@pytest.mark.parametrize(
+    "spec", [FULL, WINDOW, RecurrentState(block_size=16, bytes_per_block=5000)], ids=lambda spec: type(spec).__name__
+)
+@pytest.mark.parametrize("max_model_len", [16, 17, 33, 1024])
+def test_the_least_memory_that_is_accepted_holds_one_request_of_full_length(spec: Any, max_model_len: int) -> None:
+    config = _config(max_model_len=max_model_len)
+    least = next(size for size in range(0, 10**6, spec.bytes_per_block) if _is_accepted(spec, config, size))
+    groups = settle_blocks([spec], config, least)
+    kv = KVCacheManager(groups, max_num_seqs=4, max_model_len=max_model_len)
+    budget = config.scheduler.max_num_batched_tokens
+    assert (kv.peak_blocks(max_model_len - 1, budget) < groups[0].num_blocks).all()
+
+
+def _is_accepted(spec: Any, config: EngineConfig, allowance_bytes: int) -> bool:
+    try:
+        settle_blocks([spec], config, allowance_bytes)
+    except OutOfMemory:
+        return False
+    return True
 
 
 def test_an_explicit_number_of_blocks_is_taken_as_it_is() -> None:
@@ -96,7 +120,7 @@ def test_asking_for_more_than_is_free_is_refused() -> None:
 def test_a_recurrent_group_beside_full_attention_gets_what_its_requests_can_hold() -> None:
     state = RecurrentState(block_size=16, bytes_per_block=5000)
     full, states = settle_blocks([FULL, state], _config(enable_prefix_caching=False), 10**9)
-    assert (full.num_blocks, states.num_blocks) == (4 * 64 + 1, 4 * 2 + 1)
+    assert (full.num_blocks, states.num_blocks) == (4 * 64 + 1, 4 * 3 + 1)
     assert full.pool_id != states.pool_id
 
 
