@@ -128,7 +128,8 @@ class InlineExecutor:
             if launched.done:
                 future.set_result(launched.result())
             else:
-                collector.submit(self._finish, future, what, launched.result)
+                # It takes no more work when the interpreter ends: then the step fails, rather than being waited for.
+                self._settle(future, what, lambda: collector.submit(self._finish, future, what, launched.result))
         else:
             self._finish(future, what, lambda: worker.execute(step))
 

@@ -227,3 +227,14 @@ def test_a_result_that_gets_lost_fails_its_step(start: Any) -> None:
         first.result(5)
     with pytest.raises(EngineError, match="step 1 wasn't run"):
         executor.execute(StepPlan(step=1)).result(5)
+
+
+def test_a_result_that_nobody_can_wait_for_any_more_fails_its_step(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, _ = start(PipelinedFake)
+
+    def refuse(*work: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(executor._collector, "submit", refuse)
+    with pytest.raises(EngineError, match="step 0: RuntimeError: cannot schedule new futures"):
+        executor.execute(StepPlan(step=0)).result(5)
