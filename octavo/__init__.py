@@ -10,17 +10,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamSearchParams", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 if TYPE_CHECKING:
     from octavo.core.api.sampling import SamplingParams
     from octavo.core.engine.async_llm import AsyncLLM
+    from octavo.core.engine.beam_search import BeamSearchParams
     from octavo.core.engine.llm import LLM
     from octavo.core.engine.outputs import CompletionOutput, RequestOutput
 
 _HOMES = {
     "LLM": "octavo.core.engine.llm",
     "AsyncLLM": "octavo.core.engine.async_llm",
+    "BeamSearchParams": "octavo.core.engine.beam_search",
     "CompletionOutput": "octavo.core.engine.outputs",
     "RequestOutput": "octavo.core.engine.outputs",
     "SamplingParams": "octavo.core.api.sampling",

@@ -19,6 +19,8 @@ def import_torch(platform: PluginEntry) -> None:
 
     Raises `PluginUnavailable` naming the extension when one breaks the import, with the remedy.
     """
+    if "torch" not in sys.modules:
+        environment.limit_spinning()
     extensions = torch_extensions() if "torch" not in sys.modules and environment.torch_autoload() else ()
     if not extensions:
         return

@@ -73,9 +73,9 @@ class SamplingState:
         self.has_penalties[slot] = bool((self.penalties[slot] != (1, 0, 0)).any())
         self._seeds[slot] = request_seed(sampling, request.request_id, self._engine_seed)
         self._indices[slot] = request.index
-        self._num_logprobs[slot] = -1 if sampling.logprobs is None else min(sampling.logprobs, self.vocab_size - 1)
+        self._num_logprobs[slot] = -1 if sampling.logprobs is None else min(sampling.logprobs, self.vocab_size)
         self.num_prompt_logprobs[slot] = (
-            -1 if sampling.prompt_logprobs is None else min(sampling.prompt_logprobs, self.vocab_size - 1)
+            -1 if sampling.prompt_logprobs is None else min(sampling.prompt_logprobs, self.vocab_size)
         )
         self._biases.enter(request, self.vocab_size)
 
