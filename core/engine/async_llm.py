@@ -226,7 +226,7 @@ class AsyncLLM:
     def _add(self, request: Request) -> None:
         try:
             self.front.core.add(request)
-        except UsageError as error:
+        except OctavoError as error:
             self._outputs.put(_Refused(request.request_id, error))
 
     def _abort_in_core(self, request_id: str) -> None:

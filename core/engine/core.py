@@ -6,12 +6,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo.core.api.errors import EngineError, OctavoError, PluginError, UsageError
 from octavo.core.api.executor import Executor, ExecutorInfo, WorkerMethod
 from octavo.core.api.kv_cache import CustomSpec, KVManager
-from octavo.core.api.scheduling import FinishedRequest, FinishReason, Request, SchedulerStats, StepOutput, StepResult
+from octavo.core.api.scheduling import FinishedRequest, FinishReason, Request, SchedulerStats, StepOutput, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -85,7 +85,7 @@ class EngineCore:
         self._check_alive()
         started_s = time.perf_counter()
         while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.schedule()) is not None:
-            self._in_flight.append(self._executor.execute(plan))
+            self._in_flight.append(self._submit(plan))
         if not self._in_flight:
             return None
         output = self._land()
@@ -126,6 +126,13 @@ class EngineCore:
         if self._hooks:
             self._hooks.call("octavo_engine_stopped")
 
+    def _submit(self, plan: StepPlan) -> Future[StepResult]:
+        """Hand a plan to the executor. One that it doesn't take can't be planned again: the engine is then stopped."""
+        try:
+            return self._executor.execute(plan)
+        except Exception as error:  # noqa: BLE001 - raised as a typed error
+            self._fail(error)
+
     def _land(self) -> StepOutput:
         """Wait for the oldest step and apply its result."""
         failure = self._in_flight[0].exception()  # may be interrupted: the step stays in flight then
@@ -140,7 +147,7 @@ class EngineCore:
         if self._stopped:
             raise EngineError("the engine has been shut down")
 
-    def _fail(self, failure: BaseException) -> None:
+    def _fail(self, failure: BaseException) -> NoReturn:
         """Stop for good; raises the failure as a typed error."""
         known = isinstance(failure, OctavoError)
         error = failure if known else EngineError(f"a step failed: {type(failure).__name__}: {failure}")

@@ -194,7 +194,7 @@ class LLM:
             yield states
         finally:
             for state in states:
-                if not state.finished:
+                if not state.finished or state.error is not None:  # of one that failed, further completions may still run
                     core.abort(state.request_id)
                     processor.abort(state.request_id)
 

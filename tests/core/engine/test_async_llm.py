@@ -122,6 +122,17 @@ async def test_a_wrong_request_is_refused_and_the_others_go_on(make_llm: MakeLLM
     assert (await good).outputs[0].text == "abc" * 10
 
 
+async def test_while_draining_a_new_request_is_refused_and_the_others_go_on(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    running = asyncio.create_task(last(llm, "abc", params(100), "running"))
+    await until(lambda: executor.num_steps > 2)
+    llm.front.core._scheduler.drain()
+    with pytest.raises(EngineError, match="the engine is draining"):
+        await last(llm, "abc", params(3), "late")
+    assert (await running).finished
+
+
 async def test_an_id_in_use_is_refused(make_llm: MakeLLM, EchoExecutor: Any) -> None:
     executor = EchoExecutor()
     executor.gate.clear()

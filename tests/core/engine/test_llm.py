@@ -13,7 +13,7 @@ from octavo.core.api.errors import EngineError, UsageError, WorkerDied
 from octavo.core.api.executor import WorkerMethod
 from octavo.core.api.hooks import hookimpl
 from octavo.core.api.sampling import SamplingParams
-from octavo.core.api.scheduling import SchedulerStats
+from octavo.core.api.scheduling import SchedulerStats, StepPlan
 from octavo.core.discovery.hooks import Hooks
 from octavo.core.engine.interrupt import interrupt_deferred
 from octavo.core.engine.llm import LLM
@@ -137,6 +137,31 @@ def test_a_failed_worker_ends_the_engine_with_a_typed_error(make_llm: MakeLLM, E
     with pytest.raises(EngineError, match="the engine has stopped"):
         llm.generate("again", params())
     llm.close()
+
+
+def test_when_one_completion_fails_the_others_of_its_request_are_ended_too(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    llm = make_llm(EchoExecutor(fail_row_at=3))
+    with pytest.raises(EngineError, match="no token"):
+        llm.generate("abc", params(190, n=3))
+    assert llm.front.core.stats().num_running == 0
+    assert llm.generate("abc", params(3))[0].finished
+
+
+def test_a_step_that_the_executor_does_not_take_stops_the_engine(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+
+    def refuse(step: StepPlan) -> None:
+        raise OSError("no route to the worker")
+
+    monkeypatch.setattr(executor, "execute", refuse)
+    with pytest.raises(EngineError, match="a step failed: OSError: no route to the worker"):
+        llm.generate("abc", params())
+    assert executor.is_shut_down
+    with pytest.raises(EngineError, match="the engine has stopped: a step failed"):
+        llm.generate("abc", params())
 
 
 def test_after_close_nothing_runs_and_closing_again_is_harmless(make_llm: MakeLLM, EchoExecutor: Any) -> None:
