@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from octavo.core.api.errors import OctavoError
+from octavo.core.api.errors import PluginError, Refused
 from octavo.core.cli.engine_options import config_from, engine_options
 from octavo.core.cli.table import table
 
@@ -32,8 +32,8 @@ def command(model: str, with_ops: bool, as_json: bool, **options: Any) -> None:
 
     try:
         found = resolve(config)
-    except OctavoError as error:
-        report = getattr(error, "report", None)
+    except Refused as error:
+        report = getattr(error, "report", None) or (_states() if isinstance(error, PluginError) else None)
         if report is not None:
             _print(as_json, {"chosen": None, "candidates": _candidates(report)}, _refused_lines(report))
         raise
@@ -42,6 +42,20 @@ def command(model: str, with_ops: bool, as_json: bool, **options: Any) -> None:
         chosen["ops"] = dict(found.ops.chosen)
         candidates += [candidate.document() for candidate in found.ops.candidates]
     _print(as_json, {"chosen": chosen, "candidates": candidates}, _lines(found, with_ops))
+
+
+def _states() -> Report:
+    """Every platform and backend with what is wrong with it, where the refusal came before any was compared."""
+    from octavo.core.discovery import installed
+    from octavo.core.discovery.report import Candidate, Report, state_reasons
+
+    return Report(
+        candidates=tuple(
+            Candidate(name=entry.name, kind=entry.kind, origin=entry.origin, reasons=state_reasons(entry))
+            for entry in installed().probe().entries
+            if entry.kind in ("platform", "attention")
+        )
+    )
 
 
 def _print(as_json: bool, document: dict[str, Any], lines: Iterator[str]) -> None:

@@ -30,7 +30,6 @@ COMMANDS: Mapping[str, str] = {
     "explain": "Say what would run a model, and why.",
     "doctor": "Check the environment and every plugin.",
     "plugin": "Start a plugin of your own.",
-    "bench": "Measure what parts of Octavo cost.",
 }
 """Core's own commands, each ``command`` in the module of its name; help texts are here so that ``--help`` imports none."""
 

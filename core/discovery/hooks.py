@@ -18,7 +18,7 @@ import pluggy
 from octavo.core.api.errors import PluginUnavailable
 from octavo.core.api.hooks import HookSpecs
 from octavo.core.config import environment
-from octavo.core.discovery.registry import Registry, is_on
+from octavo.core.discovery.registry import Registry, is_named, is_on
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -55,8 +55,14 @@ class Hooks:
         """The hooks that ``--plugin`` names or that autoload. Raises `PluginUnavailable` for one that was named and fails."""
         plugins = {}
         for entry in registry.of_kind("hook"):
-            if is_on(entry, config.plugins.plugin):
+            if not is_on(entry, config.plugins.plugin):
+                continue
+            try:
                 plugins[entry.name] = registry.load("hook", entry.name)
+            except PluginUnavailable as error:
+                if is_named(entry, config.plugins.plugin):
+                    raise
+                logger.warning("%s; going on without it", error)  # nobody asked for it by name
         return cls(plugins)
 
     def __bool__(self) -> bool:

@@ -154,9 +154,12 @@ def unavailable(entry: PluginEntry) -> PluginUnavailable:
 
 def is_on(entry: PluginEntry, enabled: Sequence[str]) -> bool:
     """Whether the operator named the plugin with ``--plugin``, or its manifest turns it on."""
-    manifest = entry.manifest
-    named = entry.name in enabled or (manifest is not None and manifest.name in enabled)
-    return named or (manifest is not None and manifest.autoload and entry.usable)
+    return is_named(entry, enabled) or (entry.manifest is not None and entry.manifest.autoload and entry.usable)
+
+
+def is_named(entry: PluginEntry, enabled: Sequence[str]) -> bool:
+    """Whether ``--plugin`` names the entry, or the plugin that it belongs to."""
+    return entry.name in enabled or (entry.manifest is not None and entry.manifest.name in enabled)
 
 
 def _settle(entry: PluginEntry, outcome: ProbeOutcome) -> None:

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.core.api.attention import AttentionGroup, CacheBackend
-from octavo.core.api.errors import OctavoError, PluginError, PluginNotFound, SelectionError, UsageError
+from octavo.core.api.errors import OctavoError, PluginError, PluginNotFound, PluginUnavailable, SelectionError, UsageError
 from octavo.core.api.manifest import PluginKind
 from octavo.core.api.ops import OPS
 from octavo.core.api.platform import ConfigChange, DeviceInfo, Platform
@@ -164,7 +164,7 @@ def _settle(config: EngineConfig, registry: Registry, model: type[CausalLM], spe
     log = _Log()
     for _ in range(_MOST_ROUNDS):
         name = select(config, registry.entries).chosen.platform
-        platform = registry.platform(name)
+        platform = _platform(registry, name, named="platform" in config.given)
         device = _device(platform, config)
         with_platform = _with_dtype(config.with_value("plugins.platform", name), platform, device)
         changed = _apply_proposals(config, with_platform, platform, log)
@@ -190,6 +190,18 @@ def _apply_proposals(config: EngineConfig, shown: EngineConfig, platform: Platfo
         log.proposals.append(f"{change.path} = {change.value!r}: {change.reason} (platform {platform.name})")
         config = config.with_value(change.path, change.value)
     return config
+
+
+def _platform(registry: Registry, name: str, *, named: bool) -> Platform:
+    """The platform's instance. One that was chosen automatically and fails isn't replaced: its error says what to name."""
+    try:
+        platform: Platform = registry.platform(name)
+    except PluginUnavailable as error:
+        others = [entry.name for entry in registry.of_kind("platform") if entry.usable and entry.name != name]
+        if not named and others:
+            error.hint = f"choose another with --platform {' or --platform '.join(others)}"
+        raise
+    return platform
 
 
 def _check_change(platform: Platform, change: ConfigChange, config: EngineConfig) -> None:

@@ -59,6 +59,16 @@ def test_scenario_01_one_that_is_named_is_fatal_with_the_root_cause(
     assert done.stderr.count("\n") <= 2, "one line, after at most one warning"
 
 
+def test_scenario_01_one_that_is_chosen_automatically_is_never_replaced(
+    plugin_box: Any, model: Path, add_accelerator: Add
+) -> None:
+    add_accelerator(plugin_box, files={"platform.py": RAISES})
+    done = generate(plugin_box, model)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "OSError: libacme.so.2" in done.stderr
+    assert "choose another with --platform cpu" in done.stderr
+
+
 def test_scenario_02_octavo_may_be_imported_from_inside_a_plugin_s_own_import(
     plugin_box: Any, model: Path, add_accelerator: Add
 ) -> None:

@@ -52,6 +52,12 @@ def ops(platform):
 """
 
 
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is wrapped."""
+    monkeypatch.setenv("COLUMNS", "500")
+
+
 @pytest.fixture
 def acme(local_plugins: Any) -> Any:
     points = {
@@ -97,6 +103,17 @@ def test_a_refusal_prints_its_report_all_the_same(acme: Any, tiny_llama: Path, c
     assert "this would work: --attention-backend reference" in err
     assert main(["explain", str(tiny_llama), "--attention-backend", "acme-attention"]) == 3
     assert "platform: wanted cpu, supports acme" in capsys.readouterr().out
+
+
+def test_a_platform_that_is_named_and_broken_is_listed_among_the_others(
+    acme: Any, tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", str(tiny_llama), "--platform", "acme", "--json"]) == 3
+    out, err = capsys.readouterr()
+    candidates = {candidate["name"]: candidate for candidate in json.loads(out)["candidates"]}
+    assert "failed-to-load: OSError" in candidates["acme"]["reasons"][0]["supported"]
+    assert candidates["cpu"]["ok"]
+    assert "platform 'acme' (acme-octavo 1.0) is failed-to-load: OSError" in err
 
 
 def test_backends_verbose_says_what_rules_mean_here(acme: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,9 +142,16 @@ def test_hooks_act_when_named_or_when_they_autoload(
     assert bool(hooks) is on
 
 
-def test_a_named_hook_plugin_that_fails_is_fatal(local_plugins: Any) -> None:
+def test_a_hook_plugin_that_fails_is_fatal_when_named_and_left_out_when_it_autoloads(
+    local_plugins: Any, log: pytest.LogCaptureFixture
+) -> None:
     points = {"octavo.hooks": {"counter": "acme_metrics.code:Counter"}}
     files = {"code.py": "raise OSError('no socket')"}
     local_plugins.add("acme-metrics", manifest=MANIFEST.format(autoload="false"), files=files, entry_points=points)
+    manifest = MANIFEST.format(autoload="true").replace("counter", "other").replace("acme-metrics", "other")
+    points = {"octavo.hooks": {"other": "acme_other.code:Counter"}}
+    local_plugins.add("acme-other", manifest=manifest, files=files, entry_points=points)
+    assert not Hooks.load(local_plugins.registry(), EngineConfig())
+    assert "'other' (acme-other 1.0) is failed-to-load: OSError: no socket; going on without it" in log.text
     with pytest.raises(PluginUnavailable, match=r"hook 'counter' \(acme-metrics 1.0\) is failed-to-load: OSError: no socket"):
         Hooks.load(local_plugins.registry(), EngineConfig.from_flat(plugin="counter"))
