@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +140,17 @@ def test_bfloat16_stays_close(saved: tuple[Any, Path], hand_runner: Any) -> None
     error = (got - want).square().mean().sqrt() / want.square().mean().sqrt()
     assert got.dtype is torch.float32
     assert error < 0.06
+
+
+@pytest.mark.parametrize("saved", ["gemma3"], indirect=True)
+def test_gemma_scales_its_embedding_by_a_number_of_the_activations_dtype(saved: tuple[Any, Path], hand_runner: Any) -> None:
+    model, folder = saved
+    runner = runner_for(hand_runner, folder, dtype="bfloat16")
+    ids = torch.arange(VOCAB)
+    assert float(torch.tensor(model.config.hidden_size**0.5).bfloat16()) != model.config.hidden_size**0.5
+    with torch.inference_mode():
+        want = copy.deepcopy(model).bfloat16().model.embed_tokens(ids)
+        assert torch.equal(runner.model.embed(ids, SimpleNamespace(ops=runner.ops)), want)
 
 
 def test_a_weight_of_the_wrong_shape_is_named(saved: tuple[Any, Path], hand_runner: Any) -> None:
