@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,62 @@ from octavo.core.discovery.registry import PluginEntry
 from octavo.core.discovery.requirements import unmet
 from octavo.core.discovery.values import TARGET
 
+logger = logging.getLogger("octavo")
+
 _OWN_DISTRIBUTION = "octavo"
 _GATED = ("torch", "octavo")  # of a distribution's own requirements, those whose conflict breaks the import itself
 
 
 def read_entries() -> Sequence[PluginEntry]:
     """Every plugin of every installed distribution, with what can be said without importing or probing it."""
-    import importlib_metadata
-
     kinds = {group: kind for kind, group in ENTRY_POINT_GROUPS.items()}
     reader = _Reader()
-    for point in importlib_metadata.entry_points():
+    for point in _entry_points():
         if point.group in kinds:
             reader.add(kinds[point.group], point)
     entries = [*reader.entries, *reader.without_entry_point()]
     _mark_rivals(entries)
     return sorted(entries, key=lambda entry: (list(ENTRY_POINT_GROUPS).index(entry.kind), entry.name, entry.distribution))
+
+
+def _entry_points() -> Iterable[Any]:
+    """Every entry point. A distribution whose metadata can't be read is left out with a warning."""
+    import importlib_metadata
+
+    try:
+        return importlib_metadata.entry_points()
+    except Exception:  # noqa: BLE001 - anyone may have written that file; which one it is, is found below
+        return list(_readable(importlib_metadata.distributions()))
+
+
+def _readable(distributions: Iterable[Any]) -> Iterator[Any]:
+    seen: set[str] = set()
+    for distribution in distributions:
+        try:
+            points, name = tuple(distribution.entry_points), _identity(distribution)[0]
+        except Exception as error:  # noqa: BLE001 - reported here, and everybody else's plugins still work
+            logger.warning("%s can't be read and is left out: %s", _folder(distribution), error)
+            continue
+        if name not in seen:  # a distribution that another one hides on the path
+            seen.add(name)
+            yield from points
+
+
+def _identity(distribution: Any) -> tuple[str, str]:
+    """Name and version; from the folder's name where the metadata doesn't say."""
+    import importlib_metadata
+
+    try:
+        metadata = distribution.metadata
+        name, version = metadata["Name"], metadata["Version"]
+    except (importlib_metadata.MetadataNotFound, KeyError):
+        name = version = None
+    stem = _folder(distribution).rpartition("/")[2].removesuffix(".dist-info").removesuffix(".egg-info")
+    return name or stem.partition("-")[0] or "unknown", version or stem.partition("-")[2] or "unknown"
+
+
+def _folder(distribution: Any) -> str:
+    return str(getattr(distribution, "_path", distribution))
 
 
 class _Reader:
@@ -43,9 +84,10 @@ class _Reader:
         self._manifests: dict[Path, PluginManifest | str] = {}
         self._origins: dict[Path, tuple[str, str]] = {}
         self._conflicts: dict[str, tuple[str, ...]] = {}
+        self._identities: dict[int, tuple[str, str]] = {}
 
     def add(self, kind: PluginKind, point: Any) -> None:
-        name, version = point.dist.name, point.dist.version
+        name, version = self._identity(point.dist)
         entry = PluginEntry(name=point.name, kind=kind, distribution=name, version=version, target=point.value)
         self.entries.append(entry)
         reason = self._describe(entry) or self._conflict(entry, point.dist)
@@ -53,6 +95,12 @@ class _Reader:
             entry.state, entry.reason = "incompatible", reason
         elif not entry.probe_target and (entry.table.requires or name == _OWN_DISTRIBUTION):
             entry.state = "available"  # nothing more will be asked; without requirements it stays "found": nothing was checked
+
+    def _identity(self, distribution: Any) -> tuple[str, str]:
+        key = id(distribution)
+        if key not in self._identities:
+            self._identities[key] = _identity(distribution)
+        return self._identities[key]
 
     def _describe(self, entry: PluginEntry) -> str:
         """Fill in manifest and table; why that isn't possible."""

@@ -80,7 +80,6 @@ class Registry:
     def __init__(self, entries: Iterable[PluginEntry]) -> None:
         self.entries: Sequence[PluginEntry] = tuple(entries)
         self._lock = threading.RLock()
-        self._probes: Probes | None = None
         self._probed = False
 
     @classmethod
@@ -110,25 +109,18 @@ class Registry:
         """The model architectures that can be used, by plugin name."""
         return {entry.name: entry.table for entry in self.of_kind("model") if entry.usable}
 
-    def start_probes(self) -> None:
-        """Start probing without waiting for the answers. Does nothing the second time."""
+    def probe(self) -> Registry:
+        """Let every plugin with a probe answer, once a process. Returns itself."""
         with self._lock:
-            if self._probes is None and not self._probed:
-                targets = {
+            if not self._probed:
+                self._probed = True
+                asked = {
                     str(index): target
                     for index, entry in enumerate(self.entries)
                     if entry.state == "found" and (target := entry.probe_target)
                 }
-                self._probes = Probes(targets, limit_s=environment.probe_timeout_s())
-
-    def probe(self) -> Registry:
-        """Let every plugin with a probe answer, once a process. Returns itself."""
-        with self._lock:
-            self.start_probes()
-            if self._probes is not None:
-                for key, outcome in self._probes.outcomes().items():
+                for key, outcome in Probes(asked, limit_s=environment.probe_timeout_s()).outcomes().items():
                     _settle(self.entries[int(key)], outcome)
-                self._probes, self._probed = None, True
         return self
 
     def load(self, kind: PluginKind, name: str) -> Any:

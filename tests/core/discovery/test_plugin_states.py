@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,24 @@ def test_an_unknown_name_gets_near_matches_and_everyone_s_state(local_plugins: A
     registry = local_plugins.registry().probe()
     with pytest.raises(PluginNotFound, match=r"did you mean 'acme'.*; installed: acme \(probe-absent: no driver\)"):
         registry.find("platform", "acmee")
+
+
+def test_metadata_that_can_not_be_read_costs_only_its_own_plugins(
+    local_plugins: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
+    add_platform(local_plugins, "acme", probe=ONE_DEVICE)
+    for folder, content in (
+        ("broken-1.0.dist-info", b"[octavo.hooks\xff"),
+        ("nameless-2.0.dist-info", b"[octavo.hooks]\nx = x:y\n"),
+    ):
+        (local_plugins.site / folder).mkdir()
+        (local_plugins.site / folder / "entry_points.txt").write_bytes(content)
+    registry = local_plugins.registry()
+    assert registry.find("platform", "acme").state == "found"
+    (nameless,) = [entry for entry in registry.entries if entry.name == "x"]
+    assert (nameless.distribution, nameless.version) == ("nameless", "2.0")
+    assert "broken-1.0.dist-info can't be read and is left out" in caplog.text
 
 
 class TestManifestsAreFound:
