@@ -10,6 +10,7 @@ import pytest
 from octavo.core.api.errors import OctavoError, PluginError, PluginNotFound, PluginUnavailable, SelectionError, UsageError
 from octavo.core.api.ops import OPS
 from octavo.core.config import EngineConfig
+from octavo.core.engine import resolve as resolving
 from octavo.core.engine.resolve import resolve
 
 HEAD = """
@@ -65,7 +66,7 @@ def proposing(*changes: tuple[str, Any]) -> str:
     return f"def propose(self, config):\n    return [{listed}]"
 
 
-def test_every_choice_is_explicit_and_resolving_again_gives_the_same(acme: Any) -> None:
+def test_every_choice_is_explicit_and_resolving_again_gives_the_same(acme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = acme("pass")
     config = found.config
     assert config.plugins.platform == "acme"
@@ -76,7 +77,9 @@ def test_every_choice_is_explicit_and_resolving_again_gives_the_same(acme: Any) 
     assert set(config.plugins.op) == set(OPS)
     assert all(group.block_size == 16 for group in found.groups)
     assert resolve(config) is found, "the worker in this process gets the same object"
+    monkeypatch.setattr(resolving, "_LAST", None)  # as in another process
     elsewhere = resolve(EngineConfig.from_flat(**config.flat()))
+    assert elsewhere is not found
     assert (elsewhere.config, elsewhere.groups) == (config, found.groups)
 
 
