@@ -80,7 +80,7 @@ def test_a_worker_side_proposer_is_refused_for_now() -> None:
         def propose(self, tokens: Any, num_speculative_tokens: int) -> Any:
             return tokens
 
-    with pytest.raises(Unsupported, match="runs in the worker"):
+    with pytest.raises(Unsupported, match="run in the worker"):
         Harness([full_group(10)], proposer=OnDevice())
 
 
@@ -97,8 +97,9 @@ OPTIONS = (
 @pytest.mark.model
 @pytest.mark.prove
 def test_a_real_model_says_the_same_under_every_policy_budget_pool_and_with_guesses() -> None:
-    path: Path | None = find("smollm2").path
-    assert path is not None
+    path: Path = find("smollm2").path
+    if not path.is_file():
+        pytest.skip("smollm2 isn't on this machine: octavo models pull smollm2")
     prompts = [REPEAT, "The capital of France is", "Count: 1, 2, 3, 1, 2, 3, 1, 2"]
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     said, steps = [], []
