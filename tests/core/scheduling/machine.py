@@ -51,10 +51,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_in_flight=st.sampled_from([1, 1, 2, 2, 3]),
         caching=st.sampled_from([True, True, True, False]),
         cap=st.sampled_from([0, 0, 4]),
+        chunked=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from([FirstComeFirstServed, Priority]),
         speculative=st.sampled_from([False, False, True]),
     )
-    def start(self, groups, max_num_seqs, token_budget, max_in_flight, caching, cap, policy, speculative) -> None:
+    def start(self, groups, max_num_seqs, token_budget, max_in_flight, caching, cap, chunked, policy, speculative) -> None:
         speculative = speculative and not any(isinstance(group.spec, RecurrentState) for group in groups)
         self.harness = Harness(
             groups,
@@ -64,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_in_flight=max_in_flight,
             enable_prefix_caching=caching,
             long_prefill_token_threshold=cap,
+            enable_chunked_prefill=chunked,
             policy=policy(),
             proposer=NgramProposer() if speculative else None,
             model=FakeModel(vocab=8, memory=2) if speculative else FakeModel(),
@@ -93,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.harness.add(request)
         except UsageError as error:
-            assert any(word in str(error) for word in ("KV blocks", "context")), error  # noqa: PT017 (either is right)
+            assert any(word in str(error) for word in ("KV blocks", "context", "chunked prefill is off")), error  # noqa: PT017 (either is right)
 
     @precondition(lambda self: self.harness.requests)
     @rule(data=st.data())
