@@ -38,7 +38,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from octavo.core.api.platform import Array
 
@@ -49,7 +49,6 @@ __all__ = [
     "ATOMS",
     "COMPOSITES",
     "OPS",
-    "Epilogue",
     "LinearImpl",
     "LinearWeight",
     "ParallelContext",
@@ -113,9 +112,6 @@ class ParallelContext:
 
     rank: int = 0
     size: int = 1
-
-
-Epilogue: TypeAlias = Literal["silu_and_mul", "gelu_and_mul"]
 
 
 class LinearImpl(ABC):
