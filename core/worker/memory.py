@@ -183,4 +183,7 @@ def _largest(fits: Callable[[int], bool], limit: int) -> int:
 
 
 def _size(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / _MIB:.1f} MiB"
+    for unit, name, digits in ((2**30, "GiB", 2), (_MIB, "MiB", 1), (2**10, "KiB", 1)):
+        if size_bytes >= unit:
+            return f"{size_bytes / unit:.{digits}f} {name}"
+    return f"{size_bytes} bytes"

@@ -73,6 +73,11 @@ def test_too_little_for_one_request_says_needed_available_and_what_to_do() -> No
         settle_blocks([FULL], _config(max_model_len=length + 16), 50 * 2**20)
 
 
+def test_small_sizes_are_told_in_small_units() -> None:
+    with pytest.raises(OutOfMemory, match=r"needs 63\.5 KiB of KV cache, 3 bytes is available"):
+        settle_blocks([FULL], _config(), 3)
+
+
 def test_a_state_needs_three_blocks_a_request_whatever_its_length() -> None:
     state = RecurrentState(block_size=16, bytes_per_block=5000)
     (group,) = settle_blocks([state], _config(max_model_len=10**6), 4 * 5000)
