@@ -325,6 +325,8 @@ class _Quiet:
 
 def _manager_class(group: KVGroupInfo, plugins: Mapping[str, type[KVManager]]) -> type[KVManager]:
     if group.manager is None:
+        if type(group.spec) not in MANAGERS:
+            raise UsageError(f"core has no manager for the KV spec {group.spec!r}; its group must name a kv_manager plugin")
         return MANAGERS[type(group.spec)]
     if group.manager not in plugins:
         known = ", ".join(sorted(plugins)) or "none"

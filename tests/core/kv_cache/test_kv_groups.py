@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from octavo.core.api.errors import UsageError
-from octavo.core.api.kv_cache import MLA, FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
+from octavo.core.api.kv_cache import MLA, CustomSpec, FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
 from octavo.core.kv_cache import KVCacheManager
 from octavo.core.kv_cache.full import FullAttentionManager
 
@@ -180,6 +180,13 @@ def test_a_manager_that_is_not_loaded_is_named() -> None:
     with pytest.raises(UsageError, match=r"'paged'.*loaded: hoarder"):
         KVCacheManager(
             [group(FULL, manager="paged")], max_num_seqs=2, max_model_len=64, managers={"hoarder": FullAttentionManager}
+        )
+
+
+def test_a_spec_from_outside_needs_a_manager_from_outside() -> None:
+    with pytest.raises(UsageError, match="must name a kv_manager plugin"):
+        KVCacheManager(
+            [group(CustomSpec(block_size=4, bytes_per_block=1, kind="ring", manager="ring"))], max_num_seqs=2, max_model_len=64
         )
 
 

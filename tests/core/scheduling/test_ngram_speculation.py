@@ -117,3 +117,12 @@ def test_a_real_model_says_the_same_under_every_policy_budget_pool_and_with_gues
     print(f"plain decoding took {steps[0]} steps, n-gram speculation {steps[1]}")
     assert all(tokens == said[0] for tokens in said)
     assert steps[1] < 0.8 * steps[0]
+
+
+def test_log_probabilities_come_for_the_tokens_that_are_kept() -> None:
+    harness = Harness([full_group(60)], proposer=NgramProposer(), model=FakeModel(vocab=6, memory=1))
+    for i in range(6):
+        harness.add(make_request(str(i), [i, 3, 1, 3, 1], max_tokens=20, eos=(i,), logprobs=0, n=1 + i % 2))
+    harness.run()
+    harness.check_outputs()  # compares them, stops in the middle of accepted guesses included
+    assert harness.worker.num_accepted > 0
