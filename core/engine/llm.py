@@ -129,9 +129,15 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         request, text = self.front.maker.make(prompt, params, str(next(self._ids)))
         with self._running([(request, text)]) as (state,):
-            while not state.finished:
-                self._step()
-                yield state.output()
+            finished = False
+            while not finished:
+                if not state.finished:  # another call's steps may have brought it to its end
+                    self._step()
+                if state.error is not None:
+                    raise state.error
+                output = state.output()
+                finished = output.finished
+                yield output
 
     def beam_search(
         self,
@@ -179,7 +185,11 @@ class LLM:
     def _run(self, made: Sequence[tuple[Request, str | None]], *, show: bool) -> list[RequestOutput]:
         with progress("Generating", len(made), show=show) as advance, self._running(made) as states:
             while not all(state.finished for state in states):
-                advance(self._step())
+                updated = self._step()
+                for state in updated:
+                    if state.error is not None and state in states:
+                        raise state.error
+                advance(sum(state.finished for state in updated))
         return [state.output() for state in states]
 
     @contextmanager
@@ -198,8 +208,8 @@ class LLM:
                     core.abort(state.request_id)
                     processor.abort(state.request_id)
 
-    def _step(self) -> int:
-        """One step; the number of requests that finished in it."""
+    def _step(self) -> Sequence[RequestState]:
+        """One step of everything that is unfinished; the requests that it changed."""
         core, processor = self.front.core, self.front.processor
         with interrupt_deferred():
             output = core.step()
@@ -208,10 +218,7 @@ class LLM:
             processed = processor.process(output)
             for stop in processed.stops:
                 core.finish(stop.request_id, stop.index, reason="stop", stop_reason=stop.stop_reason)
-        for state in processed.updated:
-            if state.error is not None:
-                raise state.error
-        return sum(state.finished for state in processed.updated)
+        return processed.updated
 
 
 def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:

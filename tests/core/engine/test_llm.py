@@ -186,6 +186,25 @@ def test_a_stream_grows_and_leaving_it_aborts_the_request(make_llm: MakeLLM) -> 
     assert llm.generate("xyz", params(4))[0].outputs[0].text == "xyzx"
 
 
+def test_a_stream_shows_its_end_although_another_call_brought_it_there(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    stream = llm.stream("abc", params(5))
+    assert not next(stream).finished
+    llm.generate("xyz", params(30))
+    (last,) = stream
+    assert last.finished
+    assert last.outputs[0].text == "abcab"
+
+
+def test_an_error_reaches_the_call_whose_request_it_is(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    llm = make_llm(EchoExecutor(fail_row_at=4))
+    stream = llm.stream("abc", params(50))
+    next(stream)
+    assert llm.generate("xyz", params(30))[0].outputs[0].finish_reason == "length"
+    with pytest.raises(EngineError, match="no token"):
+        list(stream)
+
+
 def test_ctrl_c_ends_a_batch_and_the_engine_goes_on(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_llm()
     step, steps = llm.front.core.step, itertools.count()
