@@ -145,7 +145,12 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of each prompt, best first. Beams share the blocks of what they have in common."""
+        """The likeliest continuations of each prompt, best first. Beams share the blocks of what they have in common.
+
+        Raises `UsageError` also while a `stream` is open: the search would take its tokens.
+        """
+        if self.front.processor.requests:
+            raise UsageError("beam search runs alone, but a stream is open", hint="read it to its end, or close() it, first")
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0)
         requests = [self.front.maker.make(prompt, sampling, str(next(self._ids)))[0] for prompt in prompt_list(prompts)]
         outputs = [BeamSearchOutput([]) for _ in requests]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
 from octavo.core.api.errors import OutOfMemory, UsageError
 from octavo.core.engine.beam_search import BeamSearchParams
 
@@ -133,3 +133,14 @@ def test_beams_that_have_no_room_are_refused_and_leave_nothing(llama: Any) -> No
 def test_more_beams_than_may_run_are_refused(llama: Any) -> None:
     with open_engine(llama[0], max_num_seqs=2) as llm, pytest.raises(UsageError, match="beam_width 3 exceeds max_num_seqs 2"):
         llm.beam_search([1, 2, 3], BeamSearchParams(beam_width=3, max_tokens=4))
+
+
+def test_a_search_beside_an_open_stream_is_refused_and_the_stream_goes_on(llama: Any) -> None:
+    params = BeamSearchParams(beam_width=2, max_tokens=3)
+    with open_engine(llama[0]) as llm:
+        stream = llm.stream("abc", SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+        next(stream)
+        with pytest.raises(UsageError, match="beam search runs alone, but a stream is open"):
+            llm.beam_search("ab", params)
+        assert len(list(stream)[-1].outputs[0].token_ids) == 6
+        assert len(llm.beam_search("ab", params)[0].sequences) == 2
