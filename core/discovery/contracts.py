@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
+from importlib import import_module
 from types import new_class
 from typing import Any
 
@@ -15,61 +16,48 @@ from octavo.core.discovery.registry import LABELS, PluginEntry
 logger = logging.getLogger("octavo")
 
 
+BASES: Mapping[str, str] = {
+    "platform": "octavo.core.api.platform:Platform",
+    "attention": "octavo.core.api.attention:AttentionBackend",
+    "model": "octavo.core.api.models:CausalLM",
+    "scheduling_policy": "octavo.core.api.scheduling:SchedulingPolicy",
+    "kv_manager": "octavo.core.api.kv_cache:KVManager",
+    "proposer": "octavo.core.api.scheduling:Proposer",
+}
+"""The class that plugins of a kind derive from."""
+
+PROTOCOLS: Mapping[str, str] = {"executor": "octavo.core.api.executor:Executor"}
+"""What plugins of a kind must have without deriving from anything."""
+
+
 def hold_to_contract(entry: PluginEntry, target: Any) -> Any:
     """``target``, or a subclass that carries the entry's own name. Raises `PluginUnavailable`."""
-    base = _base(entry)
+    base = contract(entry)
     if base is not None:
-        _require_subclass(entry, target, base)
+        if entry.kind in BASES:
+            _require_subclass(entry, target, base)
+        else:
+            _require_members(entry, target, base)
         _lint(entry, target, base)
     if entry.kind == "platform":
         return _with(target, name=entry.name)
     if entry.kind == "attention":
         return _with(target, manifest=entry.table)
-    if base is None and not callable(target) and entry.kind not in ("hook", "command"):
-        raise PluginUnavailable(f"{LABELS[entry.kind]} {entry.name!r}: {entry.target} isn't callable")
+    if entry.kind == "ops" and not callable(target):
+        raise PluginUnavailable(f"{entry.target} must be a function of the platform that returns a mapping of ops")
     return target
 
 
-def _base(entry: PluginEntry) -> type[Any] | None:
-    """The class that plugins of this kind derive from; None where the protocol is a structural one."""
-    bases: dict[str, Callable[[PluginEntry], type[Any]]] = {
-        "platform": _platform,
-        "attention": _attention,
-        "model": _model,
-        "scheduling_policy": _policy,
-        "proposer": _proposer,
-    }
-    return bases[entry.kind](entry) if entry.kind in bases else None
-
-
-def _platform(_: PluginEntry) -> type[Any]:
-    from octavo.core.api.platform import Platform
-
-    return Platform
-
-
-def _attention(entry: PluginEntry) -> type[Any]:
-    from octavo.core.api.attention import AttentionBackend, CacheBackend
-
-    return CacheBackend if set(entry.table.kinds) == {"recurrent"} else AttentionBackend
-
-
-def _model(_: PluginEntry) -> type[Any]:
-    from octavo.core.api.models import CausalLM
-
-    return CausalLM
-
-
-def _policy(_: PluginEntry) -> type[Any]:
-    from octavo.core.api.scheduling import SchedulingPolicy
-
-    return SchedulingPolicy
-
-
-def _proposer(_: PluginEntry) -> type[Any]:
-    from octavo.core.api.scheduling import Proposer
-
-    return Proposer
+def contract(entry: PluginEntry) -> type[Any] | None:
+    """The class or protocol that the plugin's object is held to; None where the kind has none."""
+    where = {**BASES, **PROTOCOLS}.get(entry.kind)
+    if where is None:
+        return None
+    module, _, name = where.partition(":")
+    if entry.kind == "attention" and set(entry.table.kinds) == {"recurrent"}:
+        name = "CacheBackend"
+    found: type[Any] = getattr(import_module(module), name)
+    return found
 
 
 def _require_subclass(entry: PluginEntry, target: Any, base: type[Any]) -> None:
@@ -78,6 +66,15 @@ def _require_subclass(entry: PluginEntry, target: Any, base: type[Any]) -> None:
     if inspect.isabstract(target):
         missing = ", ".join(sorted(getattr(target, "__abstractmethods__", ())))
         raise PluginUnavailable(f"{entry.target} lacks required methods of {base.__name__}: {missing}")
+
+
+def _require_members(entry: PluginEntry, target: Any, protocol: type[Any]) -> None:
+    if not isinstance(target, type):
+        raise PluginUnavailable(f"{entry.target} must be a class with the methods of octavo.api's {protocol.__name__}")
+    wanted = [name for name in vars(protocol) if not name.startswith("_")]
+    missing = ", ".join(sorted(name for name in wanted if not callable(getattr(target, name, None))))
+    if missing:
+        raise PluginUnavailable(f"{entry.target} lacks required methods of {protocol.__name__}: {missing}")
 
 
 def _lint(entry: PluginEntry, target: type[Any], base: type[Any]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from octavo.core.api.deprecation import OctavoDeprecationWarning, deprecated, removal_of
+from octavo.core.api.errors import PluginUnavailable
 from octavo.core.api.manifest import AttentionManifest, IntRange
 from octavo.core.discovery import lint
 
@@ -99,19 +100,53 @@ def test_capabilities_that_nothing_backs_are_reported() -> None:
     assert "graph_decode, which nothing backs" in only
 
 
+EXECUTOR = """
+class Executor:
+    def start(self, config): ...
+    def execute(self, step, more): ...
+    def check_health(self): ...
+    def shutdown(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (EXECUTOR, "lacks required methods of Executor: call"),
+        (EXECUTOR + "    def call(self, method, **arguments): ...\n", "Executor.execute(self, step, more) doesn't take what"),
+        ("Executor = 3", "must be a class with the methods of octavo.api's Executor"),
+    ],
+)
+def test_an_executor_is_held_to_its_protocol(local_plugins: Any, code: str, says: str) -> None:
+    points = {"octavo.executors": {"acme": "acme_executor.it:Executor"}}
+    manifest = '[plugin]\nname = "acme"\napi = "1.0"\n[executor.acme]\n'
+    local_plugins.add("acme-executor", manifest=manifest, files={"it.py": code}, entry_points=points)
+    with pytest.raises(PluginUnavailable) as caught:
+        local_plugins.registry().load("executor", "acme")
+    assert says in str(caught.value)
+
+
+def test_ops_must_be_a_function(local_plugins: Any) -> None:
+    manifest = '[plugin]\nname = "acme"\napi = "1.0"\n[ops.acme]\nimplements = ["rms_norm"]\nplatforms = ["cpu"]\n'
+    points = {"octavo.ops": {"acme": "acme_ops.it:ops"}}
+    local_plugins.add("acme-ops", manifest=manifest, files={"it.py": "ops = {}"}, entry_points=points)
+    with pytest.raises(PluginUnavailable, match="must be a function of the platform"):
+        local_plugins.registry().load("ops", "acme")
+
+
 def test_our_own_plugins_are_clean() -> None:
     from octavo.core.discovery import installed
-    from octavo.core.discovery.contracts import _base
+    from octavo.core.discovery.contracts import contract
 
     registry = installed()
     checked = 0
     for entry in registry.entries:
-        if entry.distribution == "octavo" and (base := _base(entry)) is not None:
+        if entry.distribution == "octavo" and (base := contract(entry)) is not None:
             cls = registry.load(entry.kind, entry.name)
             assert lint.errors(cls, base) == ()
             assert lint.warnings(cls, base, entry.table) == ()
             checked += 1
-    assert checked >= 8
+    assert checked >= 9
 
 
 class TestDeprecation:
