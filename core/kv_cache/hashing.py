@@ -88,7 +88,9 @@ class PrefixHasher:
     def _blocks(self, tokens: IntArray, slots: IntArray, columns: IntArray) -> IntArray:
         """[n, block_size]: the tokens of these blocks."""
         size, width = self.block_size, tokens.shape[1]
+        blocks: IntArray
         if width % size == 0:
-            whole: IntArray = tokens.reshape(-1, width // size, size)[slots, columns]
-            return whole
-        return tokens[slots[:, None], (columns * size)[:, None] + np.arange(size, dtype=np.int32)]
+            blocks = tokens.reshape(-1, width // size, size)[slots, columns]
+        else:
+            blocks = tokens[slots[:, None], (columns * size)[:, None] + np.arange(size, dtype=np.int32)]
+        return blocks

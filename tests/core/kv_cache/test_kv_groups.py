@@ -65,6 +65,15 @@ def test_blocks_behind_the_window_become_the_null_block() -> None:
     assert 0 in tables[0].block_ids.tolist()
 
 
+def test_the_start_of_a_sequence_is_evicted_last() -> None:
+    cache = Cache(group(FULL, num_blocks=5))
+    cache.start(0, list(range(16)))
+    cache.compute(0, 16)
+    table = cache.table(0)
+    cache.kv.free(0)
+    assert cache.kv.pools[0].allocate(4).tolist() == table[::-1]
+
+
 def test_a_windows_hit_needs_only_the_window() -> None:
     cache = Cache(group(WINDOW, num_blocks=8))
     cache.start(0, list(range(28)))

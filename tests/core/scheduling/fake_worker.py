@@ -318,6 +318,8 @@ class FakeWorker:
     def _sample(self, slot: Slot, drafts: list[int]) -> list[int]:
         base = len(slot.tokens) - len(drafts)
         out: list[int] = []
+        room = min(slot.new.num_prompt_tokens + (slot.new.sampling.max_tokens or MASK), self.max_model_len)
+        assert len(slot.tokens) < room, f"{slot.new.request_id} would get more than {room} tokens"
         for k in range(len(drafts) + 1):
             num_output = base + k - slot.new.num_prompt_tokens
             banned = forbidden_ids(slot.new.sampling, slot.new.eos_token_ids, num_output)

@@ -271,6 +271,36 @@ def test_prompt_logprobs_need_every_position_computed() -> None:
     assert harness.prompt_logprobs["b"] == list(range(1, 16))
 
 
+def test_prompt_logprobs_are_given_once_though_the_prompt_is_computed_twice() -> None:
+    harness = Harness([full_group(9, 2)], max_num_seqs=2, token_budget=5)
+    harness.add(make_request("a", [1, 2, 3], max_tokens=10))
+    harness.plan()
+    harness.finish_step()
+    harness.add(make_request("b", range(8), max_tokens=2, prompt_logprobs=0))
+    harness.plan()
+    harness.finish_step()
+    given = harness.prompt_logprobs["b"]
+    assert given == [1, 2, 3, 4]
+    victim = harness.scheduler._roster.choose_victim()
+    assert victim.request_id == "b"
+    harness.scheduler._roster.preempt(victim)
+    harness.run()
+    harness.check_outputs()
+    assert harness.prompt_logprobs["b"] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_stop_token_before_min_tokens_does_not_end_a_completion() -> None:
+    """Whatever the worker samples: it should not have."""
+    harness = Harness([full_group(20)])
+    harness.add(make_request("a", [1], max_tokens=9, eos=(3,), stop=(5,), min_tokens=3))
+    ends = []
+    for step, token in enumerate((3, 5, 7, 8, 5)):
+        assert harness.scheduler.schedule() is not None
+        output = harness.scheduler.update(StepResult(step=step, sampled=np.array([[token]], np.int32)))
+        ends += [(step, end.reason, end.stop_reason) for end in output.finished]
+    assert ends == [(4, "stop", 5)]
+
+
 def test_results_out_of_order_are_refused() -> None:
     harness = Harness([full_group(40)], max_in_flight=2)
     harness.add(make_request("a", [1, 2]))
