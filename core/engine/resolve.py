@@ -13,9 +13,10 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from octavo.core.api.attention import AttentionGroup, CacheBackend
+from octavo.core.api.attention import DTYPE_BYTES, AttentionGroup, CacheBackend
 from octavo.core.api.errors import OctavoError, PluginError, PluginNotFound, PluginUnavailable, SelectionError, UsageError
 from octavo.core.api.manifest import PluginKind
+from octavo.core.api.models import CausalLM
 from octavo.core.api.ops import OPS
 from octavo.core.api.platform import ConfigChange, DeviceInfo, Platform
 from octavo.core.config import EngineConfig
@@ -29,7 +30,6 @@ from octavo.core.discovery.selection import Choice, Report, refusal, select
 from octavo.core.engine.torch_import import import_torch
 
 if TYPE_CHECKING:
-    from octavo.core.api.models import CausalLM
     from octavo.core.loading import ModelSource
 
 logger = logging.getLogger("octavo")
@@ -167,6 +167,7 @@ def _settle(config: EngineConfig, registry: Registry, model: type[CausalLM], spe
         platform = _platform(registry, name, named="platform" in config.given)
         device = _device(platform, config)
         with_platform = _with_dtype(config.with_value("plugins.platform", name), platform, device)
+        with_platform = _with_async_scheduling(with_platform, platform)
         changed = _apply_proposals(config, with_platform, platform, log)
         if changed == config:
             return _settle_on(with_platform, registry, platform, device, model, spec, log)
@@ -245,7 +246,7 @@ def _settle_on(
     config = config.with_value("plugins.op", MappingProxyType(dict(ops.chosen)))
     config, without = _without_chunk_context(config, registry, chosen.attention)
     _assert_supports(registry, groups, chosen.attention, device.arch)
-    notices = (*log.notices, *choice.report.notices, *ops.notices, *without)
+    notices = (*log.notices, *choice.report.notices, *ops.notices, *without, *_without_scales(kv_dtype, model))
     report = replace(choice.report, notices=tuple(dict.fromkeys(notices)), proposals=tuple(log.proposals))
     rejected = tuple(_ask(platform, "reject", lambda: platform.reject(config)))
     if rejected:
@@ -298,6 +299,27 @@ def _with_dtype(config: EngineConfig, platform: Platform, device: DeviceInfo) ->
             report=Report(),
         )
     return config
+
+
+def _with_async_scheduling(config: EngineConfig, platform: Platform) -> EngineConfig:
+    """Off where the platform can't have a step planned while another runs; asking for it is refused there."""
+    if platform.capabilities.async_scheduling:
+        return config
+    if config.scheduler.async_scheduling:
+        raise SelectionError(
+            f"platform {platform.name!r} runs one step at a time: it can't schedule asynchronously",
+            hint="leave async_scheduling out",
+            report=Report(),
+        )
+    return config.with_value("scheduler.async_scheduling", False)
+
+
+def _without_scales(kv_dtype: str, model: type[CausalLM]) -> Sequence[str]:
+    """What 8 bits do to K and V of a model that doesn't say how to scale them."""
+    if DTYPE_BYTES[kv_dtype] > 1 or model.layer_params is not CausalLM.layer_params:
+        return ()
+    how = "rounded to whole numbers" if kv_dtype == "int8" else "cut off at the largest number that it holds"
+    return (f"kv_cache_dtype {kv_dtype}: the model has no scales for K and V, which are {how}: answers may be wrong",)
 
 
 def _without_chunk_context(

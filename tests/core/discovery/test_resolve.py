@@ -163,6 +163,29 @@ def test_dtypes_are_the_platform_s(acme: Any) -> None:
     assert acme(body).config.model.dtype == "bfloat16"
 
 
+def test_whether_steps_are_planned_ahead_is_left_to_the_executor_where_the_platform_allows_it(acme: Any) -> None:
+    assert acme("pass").config.scheduler.async_scheduling is None
+
+
+def test_a_platform_of_one_step_at_a_time_turns_asynchronous_scheduling_off(acme: Any) -> None:
+    body = "def __init__(self):\n    self.capabilities = PlatformCapabilities(async_scheduling=False)"
+    assert acme(body).config.scheduler.async_scheduling is False
+
+
+def test_asking_such_a_platform_for_asynchronous_scheduling_is_refused(acme: Any) -> None:
+    body = "def __init__(self):\n    self.capabilities = PlatformCapabilities(async_scheduling=False)"
+    with pytest.raises(SelectionError, match=r"'acme' runs one step at a time.*; leave async_scheduling out"):
+        acme(body, async_scheduling=True)
+
+
+def test_a_cache_of_8_bits_without_scales_is_warned_of(acme: Any) -> None:
+    found = acme("pass", kv_cache_dtype="int8")
+    (notice,) = found.choice.report.notices
+    assert notice == (
+        "kv_cache_dtype int8: the model has no scales for K and V, which are rounded to whole numbers: answers may be wrong"
+    )
+
+
 def test_a_dtype_that_the_platform_lacks_is_refused_with_those_it_has(acme: Any) -> None:
     body = "def __init__(self):\n    self.capabilities = PlatformCapabilities(dtypes=('bfloat16',))"
     with pytest.raises(SelectionError, match=r"'acme' has no float32 activations on device 0 .*; --dtype bfloat16"):
