@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Iterator
@@ -132,3 +133,15 @@ def test_seeded_samples_repeat_and_completions_differ(llm: LLM, temperature: flo
     tokens = [completion.token_ids for completion in first.outputs]
     assert tokens == [completion.token_ids for completion in second.outputs]
     assert len({tuple(ids) for ids in tokens}) == (1 if temperature == 0 else 3)
+
+
+def test_log_probabilities_of_the_whole_vocabulary_add_up_to_one(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=2.0, seed=1, logprobs=64, prompt_logprobs=64)
+    output = llm.generate("w1 w2 w3", params)[0]
+    positions = [*(output.outputs[0].logprobs or ()), *(output.prompt_logprobs or ())[1:]]
+    assert len(positions) == 4
+    for position in positions:
+        assert position is not None
+        assert position.keys() == set(range(64))
+        assert sum(math.exp(entry.logprob) for entry in position.values()) == pytest.approx(1, abs=1e-4)
+        assert {entry.rank for entry in position.values()} == set(range(1, 65))
