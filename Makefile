@@ -12,7 +12,7 @@ WORKERS ?= 2
 SEED := $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-export OCTAVO_TEST_SEED := $(SEED)
+export TEST_SEED := $(SEED)
 
 JAX    := $(VENV)-jax
 

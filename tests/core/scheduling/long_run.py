@@ -24,14 +24,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--long", action="store_const", const=100_000, dest="examples", help="100,000 examples")
     parser.add_argument("--examples", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=int(os.environ.get("OCTAVO_TEST_SEED", "0")))
+    parser.add_argument("--seed", type=int, default=int(os.environ.get("TEST_SEED", "0")))
     parser.add_argument("--out", type=Path, default=None, help="record of the run (JSON); continued if it is there")
     options = parser.parse_args()
     record = {"machine": "SchedulerMachine", "seed": options.seed, "examples": 0, "failures": 0, "seconds": 0.0}
     if options.out is not None and options.out.exists():
         record = json.loads(options.out.read_text())
     while record["examples"] < options.examples:
-        os.environ["OCTAVO_TEST_SEED"] = str(record["seed"] * 1_000_003 + record["examples"])
+        os.environ["TEST_SEED"] = str(record["seed"] * 1_000_003 + record["examples"])
         begun_s = time.monotonic()
         run_machine(SchedulerMachine, BATCH)  # raises with the failing steps
         record["examples"] += BATCH

@@ -158,9 +158,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def run_machine(machine: type[RuleBasedStateMachine], max_examples: int, *, steps: int = 50) -> None:
-    """``max_examples`` runs; the seed comes from OCTAVO_TEST_SEED."""
+    """``max_examples`` runs; the seed comes from TEST_SEED."""
     run_state_machine_as_test(
-        seed(int(os.environ.get("OCTAVO_TEST_SEED", "0")))(machine),
+        seed(int(os.environ.get("TEST_SEED", "0")))(machine),
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=steps,
