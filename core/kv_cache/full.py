@@ -58,6 +58,8 @@ class FullAttentionManager(KVManager):
         blocks = self.pool.allocate(total)
         if total == len(slots) and np.count_nonzero(counts) == total:
             owners, columns = slots, have
+        elif len(slots) == 1:
+            owners, columns = np.repeat(slots, total), np.arange(have[0], have[0] + total, dtype=np.int32)
         else:
             owners = np.repeat(slots, counts)
             columns = np.arange(total, dtype=np.int32) + np.repeat(have - np.cumsum(counts, dtype=np.int32) + counts, counts)

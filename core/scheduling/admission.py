@@ -52,6 +52,7 @@ class Admission:
         new_slots: list[int] = []
         new_counts: list[int] = []
         aside: list[RequestState] = []
+        reserved: IntArray | None = None
         self._stuck = False
         if len(waiting):
             self._filling = self._keys_filled(slots, counts)
@@ -61,13 +62,17 @@ class Admission:
                 aside.append(waiting.pop())
                 continue
             count = self._first_chunk(hit, state.num_tokens, budget)
-            if not (roster.num_free_slots and count and self._fits(hit, state.num_tokens)):
+            if reserved is None:
+                reserved = self._reserved()
+            if not (roster.num_free_slots and count and self._fits(hit, state.num_tokens, reserved)):
                 self._stuck = not (aside or roster.num_leaving or self._kv.num_limbo.any())
                 break
             self._enter(state, hit, count)
             new_slots.append(state.slot)
             new_counts.append(count)
             budget -= count
+            if hit.num_tokens + count < state.num_tokens:
+                reserved = None  # it needs more in the next steps
         for state in aside:
             waiting.push(state)
         return np.array(new_slots, np.int32), np.array(new_counts, np.int32)
@@ -130,10 +135,10 @@ class Admission:
         )
         return int(granted[0])
 
-    def _fits(self, hit: Hit, num_tokens: int) -> bool:
+    def _fits(self, hit: Hit, num_tokens: int, reserved: IntArray) -> bool:
         room: IntArray = self._kv.num_free - self._kv.cost(hit, num_tokens, self._config.max_num_batched_tokens)
         if len(self._roster):
-            room = room - self._reserved() - len(self._roster)
+            room = room - reserved - len(self._roster)
         return bool((room >= 0).all())
 
     def _has_headroom(self) -> bool:
