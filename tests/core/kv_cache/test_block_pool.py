@@ -143,6 +143,7 @@ def test_pool_behaves_like_its_model() -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(1200)
 def test_pool_behaves_like_its_model_in_a_thousand_examples() -> None:
     run_pool_machine(1000)
 
@@ -205,6 +206,7 @@ def _microseconds(pool: BlockPool, count: int = 32, times: int = 400) -> float:
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(1200)
 def test_four_million_blocks_cost_what_ten_thousand_do() -> None:
     begun = time.perf_counter()
     large = BlockPool(4_000_000)
@@ -219,6 +221,7 @@ def test_four_million_blocks_cost_what_ten_thousand_do() -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(1200)
 def test_a_block_costs_at_most_64_bytes() -> None:
     tracemalloc.start()
     pool = BlockPool(1_000_000)

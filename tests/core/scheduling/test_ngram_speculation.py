@@ -96,6 +96,7 @@ OPTIONS = (
 
 @pytest.mark.model
 @pytest.mark.prove
+@pytest.mark.timeout(1200)
 def test_a_real_model_says_the_same_under_every_policy_budget_pool_and_with_guesses() -> None:
     path: Path = find("smollm2").path
     if not path.is_file():

@@ -9,5 +9,6 @@ def test_scheduler_keeps_the_protocol_whatever_happens() -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(1200)
 def test_scheduler_keeps_the_protocol_in_two_thousand_examples() -> None:
     run_machine(SchedulerMachine, 2000)

@@ -9,7 +9,7 @@ from replay import Replay
 
 from octavo.core.cli.bench_scheduler import measure
 
-pytestmark = pytest.mark.prove
+pytestmark = [pytest.mark.prove, pytest.mark.timeout(1200)]
 
 # Bounds of a tenth of what the incumbent took on a quiet machine of this kind: 12 µs a request and step, 212 µs an addition.
 PER_REQUEST_US, ADD_US = 1.2, 53.0

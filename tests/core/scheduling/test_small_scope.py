@@ -108,6 +108,7 @@ def test_no_interleaving_of_two_requests_gets_stuck() -> None:
 
 
 @pytest.mark.prove
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(3, 2), (4, 2), (6, 1), (6, 2)])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_no_interleaving_of_four_requests_gets_stuck(num_blocks: int, block_size: int, max_in_flight: int) -> None:
