@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
-from octavo.core.api.attention import AttentionGroup
+from octavo.core.api.attention import DTYPE_BYTES, AttentionGroup
 from octavo.core.api.errors import SelectionError
 from octavo.core.api.manifest import DTYPES, AttentionManifest, Reason
 from octavo.core.config import EngineConfig
@@ -18,6 +18,8 @@ from octavo.core.discovery.registry import PluginEntry, Registry, unavailable
 from octavo.core.discovery.report import Candidate, Report, state_reasons
 
 _MOST_COMBINATIONS = 256
+# Without scales for K and V, which no model's files give yet, 8 bits may give wrong answers: they must be the operator's own idea.
+_ADVISED_KV_DTYPES = tuple(dtype for dtype in DTYPES if DTYPE_BYTES[dtype] > 1)
 ANY_PLATFORM = "*"
 
 
@@ -241,7 +243,7 @@ def _advice(request: _Request, refused: PluginEntry | None) -> Iterator[str]:
         if dtype != config.model.dtype and _works(_with_dtype(request, dtype)):
             yield f"--dtype {dtype}"
             break
-    for kv_dtype in ("auto", *DTYPES):
+    for kv_dtype in ("auto", *_ADVISED_KV_DTYPES):
         if kv_dtype != config.cache.kv_cache_dtype and _works(_with_kv_dtype(request, kv_dtype)):
             yield f"--kv-cache-dtype {kv_dtype}"
             break

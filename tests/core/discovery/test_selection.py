@@ -305,6 +305,14 @@ class TestAttention:
         dtype = mended.model.dtype
         assert select(mended, entries, groups=attention_groups([replace(SPEC, dtype=dtype, kv_dtype=dtype)])).chosen.block_size
 
+    @pytest.mark.parametrize("kv_dtypes", [("int8",), ("fp8_e4m3", "uint8")])
+    def test_a_cache_of_8_bits_is_never_advised(self, kv_dtypes: tuple[str, ...]) -> None:
+        with pytest.raises(SelectionError, match="kv_dtype: wanted bfloat16") as caught:
+            choose([platform(), attention("it", kv_dtypes=kv_dtypes)])
+        assert caught.value.hint is None
+        with pytest.raises(SelectionError, match="this would work: --kv-cache-dtype float16$"):
+            choose([platform(), attention("it", kv_dtypes=(*kv_dtypes, "float16"))])
+
     def test_one_flag_per_kind_of_layer(self) -> None:
         local, draft = replace(SPEC, kind="sliding_window", window=64), replace(SPEC, kind="draft")
         entries = [platform(attention=("a",)), attention("a"), attention("b"), attention("c")]
