@@ -8,19 +8,19 @@ from itertools import islice, product
 
 from octavo.core.api.attention import DTYPE_BYTES, AttentionGroup
 from octavo.core.api.errors import SelectionError
-from octavo.core.api.manifest import DTYPES, AttentionManifest, Reason
+from octavo.core.api.manifest import DTYPES, Reason
 from octavo.core.config import EngineConfig
 from octavo.core.config.validate import EVERY_LAYER
 from octavo.core.discovery.block_size import PREFERRED, Constraint, solve_block_size
 from octavo.core.discovery.capability import check_attention
 from octavo.core.discovery.grouping import kind_of
 from octavo.core.discovery.registry import PluginEntry, Registry, unavailable
-from octavo.core.discovery.report import Candidate, Report, state_reasons
+from octavo.core.discovery.report import Candidate, Report
+from octavo.core.discovery.situation import Situation
 
 _MOST_COMBINATIONS = 256
-# Without scales for K and V, which no model's files give yet, 8 bits may give wrong answers: they must be the operator's own idea.
+# Without scales for K and V, which no model brings yet, 8 bits may give wrong answers: only the operator may want that.
 _ADVISED_KV_DTYPES = tuple(dtype for dtype in DTYPES if DTYPE_BYTES[dtype] > 1)
-ANY_PLATFORM = "*"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,24 +35,15 @@ class AttentionChoice:
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Request(Situation):
     """Everything that backends are measured against."""
 
-    config: EngineConfig
-    platform: PluginEntry
-    arch: str | None
-    groups: Sequence[AttentionGroup]
     backends: Sequence[PluginEntry]
     dtypes: Sequence[str]  # activation dtypes that the platform has
 
     def reasons(self, entry: PluginEntry, group: AttentionGroup, block_size: int | None = None) -> tuple[Reason, ...]:
         """Why ``entry`` can't serve ``group`` on this platform; empty when it can."""
-        unusable = state_reasons(entry)
-        if unusable:
-            return unusable
-        if not serves(entry.table, self.platform):
-            return (Reason(field="platform", wanted=self.platform.name, supported=", ".join(entry.table.platforms) or "none"),)
-        return check_attention(
+        return self.unfit(entry) or check_attention(
             entry.table,
             group.spec,
             block_size=block_size or self.config.cache.block_size,
@@ -61,12 +52,6 @@ class _Request:
             archs=self.platform.table.archs,
             features=engine_features(self.config),
         )
-
-
-def serves(manifest: AttentionManifest, platform: PluginEntry) -> bool:
-    """Whether the backend is written for this platform."""
-    torch_arrays = platform.table.device_type != "none"
-    return platform.name in manifest.platforms or (ANY_PLATFORM in manifest.platforms and torch_arrays)
 
 
 def engine_features(config: EngineConfig) -> frozenset[str]:

@@ -15,10 +15,10 @@ from octavo.core.api.errors import SelectionError
 from octavo.core.api.manifest import Reason
 from octavo.core.api.ops import COMPOSITES, OPS
 from octavo.core.config import EngineConfig
-from octavo.core.discovery.attention_selection import ANY_PLATFORM
 from octavo.core.discovery.capability import Asked, applies, describe
 from octavo.core.discovery.registry import PluginEntry, Registry, is_on, unavailable
-from octavo.core.discovery.report import Candidate, Report, state_reasons
+from octavo.core.discovery.report import Candidate, Report
+from octavo.core.discovery.situation import Situation
 
 DEFAULT = "default"
 """The name of core's own implementation, in ``--op OP=default`` and in reports."""
@@ -35,21 +35,14 @@ class OpChoice:
 
 
 @dataclass(frozen=True)
-class _Request:
-    config: EngineConfig
-    platform: PluginEntry
-    arch: str | None
-    groups: Sequence[AttentionGroup]
+class _Request(Situation):
     plugins: Sequence[PluginEntry]
 
     def reasons(self, entry: PluginEntry) -> tuple[Reason, ...]:
         """Why the ops plugin doesn't apply here; empty when it does."""
-        unusable = state_reasons(entry)
-        if unusable:
-            return unusable
-        any_platform = ANY_PLATFORM in entry.table.platforms and self.platform.table.device_type != "none"
-        if self.platform.name not in entry.table.platforms and not any_platform:
-            return (Reason(field="platform", wanted=self.platform.name, supported=", ".join(entry.table.platforms) or "none"),)
+        unfit = self.unfit(entry)
+        if unfit:
+            return unfit
         if not all(applies(entry.table.when, asked) for asked in self._asked()):
             return (Reason(field="when", wanted=self._situation(), supported=describe(entry.table.when)),)
         return ()

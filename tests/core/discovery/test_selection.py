@@ -310,7 +310,7 @@ class TestAttention:
         with pytest.raises(SelectionError, match="kv_dtype: wanted bfloat16") as caught:
             choose([platform(), attention("it", kv_dtypes=kv_dtypes)])
         assert caught.value.hint is None
-        with pytest.raises(SelectionError, match="this would work: --kv-cache-dtype float16$"):
+        with pytest.raises(SelectionError, match=r"this would work: --kv-cache-dtype float16$"):
             choose([platform(), attention("it", kv_dtypes=(*kv_dtypes, "float16"))])
 
     def test_one_flag_per_kind_of_layer(self) -> None:
@@ -424,6 +424,14 @@ class TestOps:
         chosen = choose_ops(entries, ["own"], op="rms_norm=flag", plugin="plugin").chosen
         assert (chosen["rms_norm"], chosen["rotary"], chosen["embedding"]) == ("flag", "plugin", "own")
         assert choose_ops(entries, ["own"], op="rms_norm=default").chosen["rms_norm"] == "default"
+
+    def test_any_platform_means_any_with_torch_s_arrays_for_ops_too(self) -> None:
+        anywhere = ops("any", "rms_norm", platforms=("*",))
+        assert choose_ops([anywhere], plugin="any").chosen["rms_norm"] == "any"
+        config = EngineConfig.from_flat(dtype="bfloat16", plugin="any")
+        choice = select_ops(config, [anywhere], platform(device_type="none"), attention_groups([SPEC]))
+        assert choice.chosen["rms_norm"] == "default"
+        assert [reason.field for reason in choice.candidates[0].reasons] == ["platform"]
 
     def test_a_tie_is_an_error(self) -> None:
         entries = [ops("one", "rms_norm"), ops("two", "rms_norm")]
