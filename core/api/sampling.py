@@ -20,6 +20,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 and ``top_p`` 1 switch those filters off. ``logprobs`` is the number of
     alternatives reported with each token (0: the chosen token alone; None: nothing).
+    ``spaces_between_special_tokens`` False joins special tokens that follow one another, where they are shown, without the
+    space that tokenizers of whole words put between tokens; the others put none.
     """
 
     n: int = 1

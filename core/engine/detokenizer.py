@@ -4,6 +4,9 @@ Both kinds of tokenizer are brought to one form: every token is a piece of a UTF
 piece is written in 256 stand-in characters, one a byte; in a SentencePiece vocabulary the pieces are text, and what has no
 piece is spelled in byte tokens, ``<0x00>`` … ``<0xFF>``. An incremental UTF-8 decoder then gives out characters as they become
 complete. Bytes that aren't UTF-8 become U+FFFD, one for each maximal invalid sequence, as Unicode recommends.
+
+A completion continues a text. So its first token has the form that it has inside one, where SentencePiece shows the space
+before a word: the prompt's text and the completion's put together are the text of all their tokens.
 """
 
 from __future__ import annotations
@@ -57,13 +60,17 @@ class TokenBytes:
             return self(token_id)
         return self._raw.decode([token_id], skip_special_tokens=False).encode()
 
+    def as_written(self, token_id: int) -> bytes:
+        """The piece itself, without what a decoder puts around it."""
+        return (self._raw.id_to_token(token_id) or "").encode()
+
     def text(self, token_id: int) -> str:
         """The token on its own, for reports; U+FFFD where it is part of a character."""
         return self(token_id).decode(errors="replace")
 
     def join(self, token_ids: Sequence[int]) -> str:
         """The text of a whole sequence, special tokens left out; ids that the tokenizer doesn't know have none."""
-        detokenizer = Detokenizer(self)
+        detokenizer = Detokenizer(self, at_start=True)
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
     def _find(self, token_id: int) -> bytes:
@@ -97,13 +104,25 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """One completion's text as it grows."""
+    """One completion's text as it grows; with ``at_start``, a text that continues no other.
 
-    def __init__(self, pieces: TokenBytes, *, skip_special_tokens: bool = True) -> None:
+    ``spaces_between_special_tokens`` False drops the space that some decoders (of whole words) put between two special tokens.
+    """
+
+    def __init__(
+        self,
+        pieces: TokenBytes,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        at_start: bool = False,
+    ) -> None:
         self._pieces = pieces
         self._skipped = pieces.special_ids if skip_special_tokens else frozenset()
+        self._bare = frozenset() if spaces_between_special_tokens else pieces.special_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._at_start = True
+        self._at_start = at_start
+        self._last_id: int | None = None
 
     def push(self, token_id: int) -> str:
         """The characters that this token completes; ``""`` when there are none yet."""
@@ -113,6 +132,9 @@ class Detokenizer:
         if self._at_start and piece:
             self._at_start = False
             piece = self._pieces.first(token_id)
+        if token_id in self._bare and self._last_id in self._bare:
+            piece = self._pieces.as_written(token_id)
+        self._last_id = token_id
         return self._decoder.decode(piece)
 
     def flush(self) -> str:

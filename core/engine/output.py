@@ -125,11 +125,18 @@ class RequestState:
         state = CompletionState(
             request=self,
             index=index,
-            detokenizer=Detokenizer(pieces, skip_special_tokens=params.skip_special_tokens) if params.detokenize else None,
+            detokenizer=self._detokenizer(pieces) if params.detokenize else None,
         )
         if params.logprobs is not None:
             state.logprobs, state.cumulative_logprob = [], 0.0
         return state
+
+    def _detokenizer(self, pieces: TokenBytes) -> Detokenizer:
+        return Detokenizer(
+            pieces,
+            skip_special_tokens=self.params.skip_special_tokens,
+            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
+        )
 
 
 class OutputProcessor:

@@ -67,8 +67,18 @@ def byte_fallback(strip: bool) -> Wrapped:
     return Wrapped(raw, frozenset({1, 2}))
 
 
-def deltas(tokenizer: Any, ids: list[int], *, skip: bool = True) -> list[str]:
-    detokenizer = Detokenizer(TokenBytes(tokenizer), skip_special_tokens=skip)
+@cache
+def words() -> Wrapped:
+    """Whole words, with no decoder: the library puts a space between any two tokens."""
+    raw = RawTokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2, "<a>": 3, "<b>": 4}, unk_token="one"))
+    raw.add_special_tokens(["<a>", "<b>"])
+    return Wrapped(raw, frozenset({3, 4}))
+
+
+def deltas(tokenizer: Any, ids: list[int], *, skip: bool = True, at_start: bool = True, spaces: bool = True) -> list[str]:
+    detokenizer = Detokenizer(
+        TokenBytes(tokenizer), skip_special_tokens=skip, spaces_between_special_tokens=spaces, at_start=at_start
+    )
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -145,8 +155,52 @@ def test_the_space_that_joins_words_is_dropped_at_the_start_only() -> None:
     assert "".join(deltas(byte_fallback(False), [263, 263])) == " hello hello"
 
 
+def test_a_completion_shows_the_space_before_its_first_word() -> None:
+    prompt, completion = [263], [262, 263]  # "▁hello", "▁a▁hello"
+    tokenizer = byte_fallback(True)
+    shown = deltas(tokenizer, completion, at_start=False)
+    assert shown == [" a", " hello", ""]
+    assert tokenizer.raw.decode(prompt) + "".join(shown) == tokenizer.raw.decode(prompt + completion) == "hello a hello"
+
+
+@pytest.mark.parametrize("strip", [True, False])
+@given(prompt=st.lists(st.integers(259, 266), min_size=1), completion=st.lists(st.integers(259, 266)))
+def test_byte_fallback_prompt_and_completion_join_to_the_full_decode(
+    strip: bool, prompt: list[int], completion: list[int]
+) -> None:
+    tokenizer = byte_fallback(strip)
+    joined = tokenizer.raw.decode(prompt) + "".join(deltas(tokenizer, completion, at_start=False))
+    assert joined == tokenizer.raw.decode(prompt + completion)
+
+
+@given(prompt=st.text(min_size=1, max_size=20), completion=st.text(max_size=20))
+def test_byte_level_prompt_and_completion_join_to_the_full_decode(prompt: str, completion: str) -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.raw.encode(completion).ids
+    shown = "".join(deltas(tokenizer, ids, at_start=False))
+    assert prompt + shown == tokenizer.raw.decode(tokenizer.raw.encode(prompt).ids + ids) == prompt + completion
+
+
+def test_after_a_chat_template_the_first_token_has_its_own_form() -> None:
+    template, answer = [1, 262, 2], [263]  # "<s>▁a</s>", "▁hello"
+    tokenizer = byte_fallback(True)
+    before = tokenizer.raw.decode(template, skip_special_tokens=False)
+    shown = "".join(deltas(tokenizer, answer, at_start=False))
+    assert shown == " hello"
+    assert before + shown == tokenizer.raw.decode(template + answer, skip_special_tokens=False)
+    assert deltas(tokenizer, [260], at_start=False) == ["a", ""], "a token without a space gets none"
+
+
 def test_a_vocabulary_of_words_is_joined_with_spaces() -> None:
-    raw = RawTokenizer(models.WordLevel({"one": 0, "two": 1, "three": 2}, unk_token="one"))
-    tokenizer = Wrapped(raw, frozenset())
-    assert deltas(tokenizer, [0, 1, 2]) == ["one", " two", " three", ""]
-    assert raw.decode([0, 1, 2]) == "one two three"
+    assert deltas(words(), [0, 1, 2]) == ["one", " two", " three", ""]
+    assert deltas(words(), [1, 2], at_start=False) == [" two", " three", ""]
+    assert words().raw.decode([0, 1, 2]) == "one two three"
+
+
+def test_special_tokens_are_joined_without_spaces_when_asked_for() -> None:
+    ids = [0, 3, 4, 1, 3]
+    assert (
+        "".join(deltas(words(), ids, skip=False)) == words().raw.decode(ids, skip_special_tokens=False) == "one <a> <b> two <a>"
+    )
+    assert "".join(deltas(words(), ids, skip=False, spaces=False)) == "one <a><b> two <a>"
+    assert "".join(deltas(words(), ids, spaces=False)) == "one two"

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models
 
 from octavo.core.api.errors import EngineError
 from octavo.core.api.sampling import SamplingParams
@@ -264,3 +266,24 @@ def test_special_tokens_are_skipped_unless_asked_for(byte_tokenizer: Any, skip: 
     bench = Bench(byte_tokenizer, SamplingParams(ignore_eos=True, skip_special_tokens=skip))
     bench.step({0: [END]})
     assert bench.text() == ("" if skip else "<end>")
+
+
+class Words:
+    """Whole words without a decoder: the library puts spaces between tokens."""
+
+    special_ids = frozenset({1, 2})
+
+    def __init__(self) -> None:
+        self.raw = RawTokenizer(models.WordLevel({"word": 0, "<a>": 1, "<b>": 2, "prompt": 3}, unk_token="word"))
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.raw.encode(text).ids
+        return ids
+
+
+@pytest.mark.parametrize(("spaces", "text"), [(True, " word <a> <b>"), (False, " word <a><b>")])
+def test_text_continues_the_prompts_and_special_tokens_stand_as_asked_for(spaces: bool, text: str) -> None:
+    bench = Bench(Words(), SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=spaces))
+    for token_id in (0, 1, 2):
+        bench.step({0: [token_id]})
+    assert bench.text() == text
