@@ -84,13 +84,11 @@ def test_a_worker_side_proposer_is_refused_for_now() -> None:
         Harness([full_group(10)], proposer=OnDevice())
 
 
-REPEAT = "one two three four five six seven eight nine ten. " * 3 + "one two"
-OPTIONS = (
+REPETITIVE = ["red green blue black white pink grey. " * 4 + "red green", "the cat sat on the mat. " * 8 + "the cat"]
+OPTIONS: tuple[dict[str, Any], ...] = (
     {"async_scheduling": False},
-    {"speculative": "ngram"},
-    {"scheduling_policy": "priority", "max_num_batched_tokens": 7},
-    {"prefix_hash": "xxh3", "num_blocks": 12, "long_prefill_token_threshold": 5},
-    {"speculative": "ngram", "num_blocks": 12, "max_num_batched_tokens": 16, "num_speculative_tokens": 7},
+    {"speculative": "ngram", "num_speculative_tokens": 6},
+    {"scheduling_policy": "priority", "max_num_batched_tokens": 16, "num_blocks": 14, "prefix_hash": "xxh3"},
 )
 
 
@@ -101,8 +99,7 @@ def test_a_real_model_says_the_same_under_every_policy_budget_pool_and_with_gues
     path: Path = find("smollm2").path
     if not path.is_file():
         pytest.skip("smollm2 isn't on this machine: octavo models pull smollm2")
-    prompts = [REPEAT, "The capital of France is", "Count: 1, 2, 3, 1, 2, 3, 1, 2"]
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     said, steps = [], []
     for options in OPTIONS:
         common: dict[str, Any] = {
@@ -112,12 +109,12 @@ def test_a_real_model_says_the_same_under_every_policy_budget_pool_and_with_gues
             "kv_cache_memory_bytes": "256MiB",
         }
         with LLM(str(path), platform="cpu", **common, **options) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs = llm.generate(REPETITIVE, params, use_tqdm=False)
             said.append([output.outputs[0].token_ids for output in outputs])
             steps.append(llm.front.core.stats().steps_total)
     print(f"plain decoding took {steps[0]} steps, n-gram speculation {steps[1]}")
     assert all(tokens == said[0] for tokens in said)
-    assert steps[1] < 0.8 * steps[0]
+    assert steps[1] <= 0.5 * steps[0]
 
 
 def test_log_probabilities_come_for_the_tokens_that_are_kept() -> None:
