@@ -28,8 +28,8 @@ VARIABLES: Mapping[str, Variable] = {
 }
 
 SPIN_COUNT = "GOMP_SPINCOUNT"
-"""OpenMP's own variable: how long a thread spins at a barrier before it sleeps. Its default, some 16 ms, makes threads that share
-their cores with other work wait for one another at nearly every operation; 1000 turns are about 50 microseconds."""
+"""OpenMP's own variable: how long a thread spins at a barrier before it sleeps. Its default, some 16 ms, makes threads that
+share their cores with other work wait for one another at nearly every operation; 1000 turns are about 50 microseconds."""
 
 TORCH_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 """Torch's own variable: 0 keeps torch from importing vendors' packages when it is imported."""

@@ -21,7 +21,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"config file {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: a number of 5,000 digits is a ValueError
         raise UsageError(f"config file {path} isn't TOML: {error}") from error
     options: dict[str, Any] = {}
     homes = {option.name.replace("-", "_"): part for part, option in EngineConfig.options()}

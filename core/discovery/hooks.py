@@ -19,6 +19,7 @@ from octavo.core.api.errors import PluginUnavailable
 from octavo.core.api.hooks import HookSpecs
 from octavo.core.config import environment
 from octavo.core.discovery.registry import Registry, is_named, is_on
+from octavo.core.discovery.wording import error_text
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -128,11 +129,10 @@ class Hooks:
         for hooks in self._hooks.values():
             hooks[:] = [other for other in hooks if other.plugin != plugin]
         logger.error(
-            "plugin %r raised in %s and is disabled: %s: %s",
+            "plugin %r raised in %s and is disabled: %s",
             plugin,
             hook,
-            type(error).__name__,
-            error,
+            error_text(error),
             exc_info=_debugging(error),
         )
 

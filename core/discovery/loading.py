@@ -10,6 +10,7 @@ from typing import Any
 
 from octavo.core.api.errors import OctavoError
 from octavo.core.discovery.registry import PluginEntry, unavailable
+from octavo.core.discovery.wording import error_text, first_cause
 
 _LOADING = threading.local()
 
@@ -49,13 +50,8 @@ def platform_instance(entry: PluginEntry) -> Any:
 
 def root_cause(error: BaseException) -> str:
     """The first cause of an error, on one line: ``ImportError: libacme.so.2: cannot open shared object file``."""
-    cause = error
-    while cause.__cause__ is not None or (cause.__context__ is not None and not cause.__suppress_context__):
-        cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
-    if isinstance(cause, OctavoError):
-        return str(cause)
-    text = " ".join(str(cause).split())
-    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__
+    cause = first_cause(error)
+    return str(cause) if isinstance(cause, OctavoError) else error_text(cause)
 
 
 def unavailable_now(entry: PluginEntry, reason: str) -> OctavoError:

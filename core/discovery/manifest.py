@@ -19,6 +19,8 @@ from octavo.core.discovery.manifest_tables import PLUGIN, SIMPLE, TABLES
 from octavo.core.discovery.values import NAME, Problems
 
 FILE_NAME = "octavo-plugin.toml"
+MAX_BYTES = 1 << 17
+"""The longest manifest that is read: every command reads all of them, so none may cost a second."""
 
 
 def read_manifest(path: Path) -> PluginManifest:
@@ -48,9 +50,14 @@ def manifest_problems(path: Path) -> tuple[str, ...]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ManifestError(f"{path}: can't be read: {error.strerror}") from error
+    if len(raw) > MAX_BYTES:
+        raise ManifestError(f"{path}: is longer than {MAX_BYTES} bytes, which no manifest needs")
+    try:
+        return raw.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ManifestError(f"{path}: isn't UTF-8 (byte {error.start})") from error
 
@@ -64,8 +71,10 @@ def _error(path: str, problems: Problems) -> ManifestError:
 def _parse(text: str, path: str, problems: Problems) -> PluginManifest | None:
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: a number of 5,000 digits is a ValueError
         raise ManifestError(f"{path}: isn't TOML: {error}") from error
+    if _has_huge_number(data):
+        raise ManifestError(f"{path}: isn't TOML: a whole number has more than 64 bits")
     known = ("plugin", *ENTRY_POINT_GROUPS)
     for name in data:
         if name not in known:
@@ -94,6 +103,20 @@ def _parse(text: str, path: str, problems: Problems) -> PluginManifest | None:
     )
 
 
+def _has_huge_number(data: Any) -> bool:
+    """Whether a whole number is longer than TOML allows: Python reads it, but can't print it in a message."""
+    left = [data]
+    while left:  # no recursion: a key may have thousands of dots
+        value = left.pop()
+        if isinstance(value, Mapping):
+            left.extend(value.values())
+        elif isinstance(value, list):
+            left.extend(value)
+        elif isinstance(value, int) and value.bit_length() > 63:
+            return True
+    return False
+
+
 def _version(text: str) -> tuple[int, int]:
     major, minor = text.split(".")
     return int(major), int(minor)
@@ -107,7 +130,7 @@ def _entries(kind: Any, tables: Any, problems: Problems) -> dict[str, Any]:
     entries = {}
     for name, values in tables.items():
         key = f"{kind}.{name}"
-        if not re.match(NAME, name):
+        if not re.fullmatch(NAME, name):
             problems.add(key, "isn't a name of letters, digits, '.', '_' and '-'")
         given = {"name": name, **({"kind": kind} if table is SIMPLE else {})}
         entry = table.read(values, key, problems, **given)

@@ -36,6 +36,19 @@ def _resolve(target: str) -> Any:
     return reduce(getattr, attributes.split("."), found)
 
 
+def _told(error: BaseException) -> dict[str, str]:
+    """The error's cause and traceback as text, whatever its classes do when they are asked for it."""
+    cause, seen = error, {id(error)}
+    while cause.__cause__ is not None and id(cause.__cause__) not in seen:
+        cause = cause.__cause__
+        seen.add(id(cause))
+    try:
+        text = str(cause)
+    except BaseException:  # noqa: BLE001 - a vendor's own __str__
+        text = "its text can't be shown"
+    return {"error": f"{type(cause).__name__}: {text}", "traceback": traceback.format_exc()}
+
+
 def _run(key: str, target: str, write: Any, watch: _TorchWatch) -> None:
     write({"key": key, "started": True})
     begin = time.monotonic()
@@ -47,10 +60,7 @@ def _run(key: str, target: str, write: Any, watch: _TorchWatch) -> None:
         answer["result"] = asdict(result)  # type: ignore[arg-type]
         json.dumps(answer)
     except BaseException as error:  # noqa: BLE001 - whatever a vendor's code does ends here; the parent reports it
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        answer = {"key": key, "error": f"{type(cause).__name__}: {cause}", "traceback": traceback.format_exc()}
+        answer = {"key": key, **_told(error)}
     answer["torch"] = threading.get_ident() in watch.threads
     answer["seconds"] = time.monotonic() - begin
     write(answer)

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from octavo.core.api.manifest import ProbedDevice, ProbeResult
+from octavo.core.discovery.wording import one_line
 
 _RUNNER = str(Path(__file__).with_name("probe_runner.py"))
 
@@ -75,7 +76,9 @@ class _Helper:
         self.ended = not data
         *lines, self.pending = (self.pending + data).split(b"\n")
         for line in lines:
-            answer = json.loads(line)
+            answer = _answer(line)
+            if answer.get("key") not in tuple(self.probes):
+                continue  # not the runner's: a probe writes where it shouldn't
             if answer.get("started"):
                 self.started.add(answer["key"])
             else:
@@ -158,16 +161,44 @@ def _lost(ended: bool, code: int, words: str, limit_s: float) -> ProbeOutcome:
     return ProbeOutcome(error=how + (f" ({words})" if words else ""))
 
 
+def _answer(line: bytes) -> Mapping[str, Any]:
+    """One line of the helper; empty when it isn't a JSON object."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
 def _outcome(answer: Mapping[str, Any]) -> ProbeOutcome:
-    extra = {"imported_torch": answer["torch"], "seconds": answer["seconds"]}
+    extra: dict[str, Any] = {"imported_torch": answer.get("torch", False), "seconds": answer.get("seconds", 0.0)}
     if "error" in answer:
-        return ProbeOutcome(error=answer["error"], traceback=answer["traceback"], **extra)
-    result = answer["result"]
+        traceback = str(answer.get("traceback", "")).encode(errors="backslashreplace").decode()
+        return ProbeOutcome(error=one_line(answer["error"]).rstrip(":"), traceback=traceback, **extra)
+    result = answer.get("result", {})
     try:
         devices = tuple(ProbedDevice(**device) for device in result["devices"])
-        return ProbeOutcome(
-            result=ProbeResult(devices=devices, reason=str(result.get("reason", "")), hint=str(result.get("hint", ""))),
-            **extra,
-        )
-    except TypeError as error:
-        return ProbeOutcome(error=f"its answer isn't a ProbeResult of ProbedDevices: {error}", **extra)
+        wrong = _wrong(devices)
+    except (KeyError, TypeError) as error:
+        devices, wrong = (), one_line(str(error))
+    if wrong:
+        return ProbeOutcome(error=f"gave no ProbeResult of ProbedDevices: {wrong}", **extra)
+    said = {name: one_line(str(result.get(name, ""))) for name in ("reason", "hint")}
+    return ProbeOutcome(result=ProbeResult(devices=devices, **said), **extra)
+
+
+def _wrong(devices: Sequence[Any]) -> str:
+    """What is wrong with the first device that isn't as `ProbedDevice` says; empty when all are."""
+    seen: set[int] = set()
+    for device in devices:
+        index = device.index
+        if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+            return f"index {index!r} isn't a whole number from 0 up"
+        if index in seen:
+            return f"two devices have index {index}"
+        seen.add(index)
+        if not isinstance(device.name, str) or not isinstance(device.arch, str | None):
+            return f"name {device.name!r} and arch {device.arch!r} of device {index} aren't text"
+        if not isinstance(device.total_bytes, int | None):
+            return f"total_bytes {device.total_bytes!r} of device {index} isn't a number of bytes"
+    return ""

@@ -104,7 +104,7 @@ class _Reader:
 
     def _describe(self, entry: PluginEntry) -> str:
         """Fill in manifest and table; why that isn't possible."""
-        if not re.match(TARGET, entry.target):
+        if not re.fullmatch(TARGET, entry.target):
             return f"its entry point's value {entry.target!r} isn't module:attribute"
         module = entry.target.partition(":")[0]
         path = find_manifest(module)
@@ -137,7 +137,7 @@ class _Reader:
         """Requirements that aren't met: the table's, and the distribution's own on torch and Octavo."""
         if entry.distribution not in self._conflicts:
             own = entry.distribution != _OWN_DISTRIBUTION
-            requires = [text for text in distribution.requires or () if own and _project(text) in _GATED]
+            requires = [text for text in _requires(distribution) if own and _project(text) in _GATED]
             self._conflicts[entry.distribution] = unmet(requires)
         return "; ".join((*unmet(entry.table.requires), *self._conflicts[entry.distribution]))
 
@@ -175,6 +175,16 @@ def tables(manifest: PluginManifest, kind: PluginKind) -> Mapping[str, Any]:
     return known[kind] if kind in known else manifest.others.get(kind, {})
 
 
+def _requires(distribution: Any) -> Sequence[str]:
+    """The distribution's own requirements; none where its metadata is missing, as `_identity` has it."""
+    import importlib_metadata
+
+    try:
+        return tuple(distribution.requires or ())
+    except importlib_metadata.MetadataNotFound:
+        return ()
+
+
 def _project(requirement: str) -> str:
     found = re.match(r"[A-Za-z0-9._-]+", requirement.strip())
     return re.sub(r"[-_.]+", "-", found[0]).lower() if found else ""
@@ -190,7 +200,7 @@ def _api_conflict(api: tuple[int, int]) -> str:
 
 
 def _mark_rivals(entries: Sequence[PluginEntry]) -> None:
-    """Two distributions with one name: neither is usable, and both say so."""
+    """Two distributions with one name, or one with two entry points of it: neither is usable, and both say so."""
     claims: dict[tuple[str, str], list[PluginEntry]] = defaultdict(list)
     for entry in entries:
         claims[entry.kind, entry.name].append(entry)
@@ -199,8 +209,18 @@ def _mark_rivals(entries: Sequence[PluginEntry]) -> None:
     for (what, name), group in claims.items():
         rivals = sorted({entry.origin for entry in group})
         if len({entry.distribution for entry in group}) < 2:
+            if len(group) > 1 and what != "plugin":
+                _mark_twins(group)
             continue
         for entry in group:
             label = "plugin name" if what == "plugin" else what.replace("_", " ")
             entry.state, entry.rivals = "incompatible", rivals
             entry.reason = f"the {label} {name!r} is claimed by {' and '.join(rivals)}; uninstall all but one"
+
+
+def _mark_twins(group: Sequence[PluginEntry]) -> None:
+    """One distribution's entry points of one kind and name: nothing says which of them is meant."""
+    targets = " and ".join(sorted(entry.target for entry in group))
+    for entry in group:
+        entry.state = "incompatible"
+        entry.reason = f"{entry.origin} has {len(group)} entry points of this name, {targets}; it must have one: reinstall it"

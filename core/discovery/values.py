@@ -17,7 +17,7 @@ from octavo.core.config.suggest import nearest
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 TARGET = r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_.]*$"
 ARCH = r"^(<=|>=|==|<|>|!=)?[A-Za-z0-9._-]+$"
-API = r"^\d+\.\d+$"
+API = r"^[0-9]{1,4}\.[0-9]{1,4}$"
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Text(Value):
         if self.words and value not in self.words:
             problems.add(key, f"{value!r} isn't one of {', '.join(self.words)}" + nearest(value, self.words))
             return None
-        if self.pattern and not re.match(self.pattern, value):
+        if self.pattern and not re.fullmatch(self.pattern, value):
             problems.add(key, f"must be {self.expected}, not {value!r}")
             return None
         return value

@@ -84,7 +84,7 @@ def test_a_probe_without_devices_gives_its_reason(local_plugins: Any) -> None:
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("return 17", "the probe returned 17, not a ProbeResult"),
         ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
-        ("return ProbeResult(devices=[{'index': 0}])", "isn't a ProbeResult of ProbedDevices"),
+        ("return ProbeResult(devices=[{'index': 0}])", "gave no ProbeResult of ProbedDevices"),
     ],
 )
 def test_a_broken_probe_is_contained_and_costs_the_others_nothing(
