@@ -1,8 +1,8 @@
 """`AsyncLLM`: a model that many coroutines share.
 
-Two threads stand between them and the workers. The engine thread takes commands (add, abort, finish) and steps the core; it
+Two threads stand between them and the workers. The engine thread takes commands (add, abort, pause, …) and steps the core; it
 does nothing else, so that workers never wait for text. The output thread turns each step's output into text and wakes the
-coroutines whose requests changed.
+coroutines whose requests changed. Prompts become tokens on the event loop's own threads, so that a long one delays nobody.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,10 +75,11 @@ class AsyncLLM:
 
     def _start(self, front: Front) -> None:
         self.front = front
-        self._lock = threading.Lock()  # guards the processor, the streams and _ended
+        self._lock = threading.Lock()  # guards the processor, the streams, _replies and _ended
         self._streams: dict[str, _Stream] = {}
         self._serials = itertools.count()  # a request id may come again while the core still ends its first use
         self._ended: OctavoError | None = None
+        self._replies: set[Future[None]] = set()  # of commands that somebody waits for; whoever takes one out answers it
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outputs: queue.SimpleQueue[StepOutput | _Refused | OctavoError] = queue.SimpleQueue()
         self._engine_thread = threading.Thread(target=self._run_engine, name="octavo-engine", daemon=True)
@@ -100,7 +102,8 @@ class AsyncLLM:
         request, `EngineError` when the engine fails or is shut down.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request, text = self.front.maker.make(prompt, params, f"{request_id}/{next(self._serials)}", priority=priority)
+        make = partial(self.front.maker.make, prompt, params, f"{request_id}/{next(self._serials)}", priority=priority)
+        request, text = make() if _has_token_ids(prompt) else await asyncio.to_thread(make)
         stream = self._open(request_id, request, text)
         state, finished = stream.state, False
         try:
@@ -120,7 +123,8 @@ class AsyncLLM:
         self, messages: Sequence[Message], sampling_params: SamplingParams | None, request_id: str, **template: Any
     ) -> AsyncGenerator[RequestOutput, None]:
         """`generate` through the model's chat template."""
-        outputs = self.generate(self.front.chat_prompt(messages, **template), sampling_params, request_id)
+        prompt = await asyncio.to_thread(self.front.chat_prompt, messages, **template)
+        outputs = self.generate(prompt, sampling_params, request_id)
         try:
             async for output in outputs:
                 yield output
@@ -132,6 +136,24 @@ class AsyncLLM:
         with self._lock:
             if request_id in self._streams:
                 self._end(self._streams[request_id].state)
+
+    async def pause(self) -> None:
+        """Plan no more steps until `resume`; in effect when this returns. Requests stay, and may come and be aborted.
+
+        Steps that run already still end, and give their tokens. Raises `EngineError` when the engine has stopped.
+        """
+        await self._in_engine(self.front.core.pause)
+
+    async def drain(self) -> None:
+        """Take no more requests until `resume` (`generate` raises `EngineError`); in effect when this returns.
+
+        Those that are here run to their end. Raises `EngineError` when the engine has stopped.
+        """
+        await self._in_engine(self.front.core.drain)
+
+    async def resume(self) -> None:
+        """Undo `pause` and `drain`. Raises `EngineError` when the engine has stopped."""
+        await self._in_engine(self.front.core.resume)
 
     def get_tokenizer(self) -> Tokenizer:
         return self.front.tokenizer
@@ -163,14 +185,26 @@ class AsyncLLM:
 
     def _open(self, request_id: str, request: Request, text: str | None) -> _Stream:
         with self._lock:
-            if self._ended is not None:
-                raise EngineError(f"the engine has stopped: {self._ended}")
+            self._check_running()
             if request_id in self._streams:
                 raise UsageError(f"request id {request_id!r} is in use")
             state = self.front.processor.add(request, text, public_id=request_id)
             stream = self._streams[request_id] = _Stream(state, asyncio.get_running_loop())
             self._commands.put(lambda: self._add(request))
         return stream
+
+    async def _in_engine(self, do: Callable[[], None]) -> None:
+        """Have the engine thread do something that can't fail; returns when it has."""
+        reply: Future[None] = Future()
+        with self._lock:
+            self._check_running()
+            self._replies.add(reply)
+            self._commands.put(lambda: self._answer(reply, do))
+        await asyncio.wrap_future(reply)
+
+    def _check_running(self) -> None:
+        if self._ended is not None:
+            raise EngineError(f"the engine has stopped: {self._ended}")
 
     def _leave(self, request_id: str, stream: _Stream) -> None:
         """The consumer is gone: abort the request if it hasn't finished."""
@@ -213,7 +247,7 @@ class AsyncLLM:
         """Run the commands that wait; wait for one when there is nothing else to do. False: stop."""
         core = self.front.core
         while True:
-            busy = core.has_unfinished() or core.has_work()
+            busy = core.has_work() or (core.has_unfinished() and not core.paused)
             try:
                 command = self._commands.get(block=stalled or not busy, timeout=_IDLE_S if busy else None)
             except queue.Empty:
@@ -231,6 +265,15 @@ class AsyncLLM:
 
     def _abort_in_core(self, request_id: str) -> None:
         self.front.core.abort(request_id)
+
+    def _answer(self, reply: Future[None], do: Callable[[], None]) -> None:
+        with self._lock:
+            if reply not in self._replies:  # the output loop failed meanwhile, and has answered
+                return
+            self._replies.remove(reply)
+        if reply.set_running_or_notify_cancel():
+            do()
+            reply.set_result(None)
 
     # What follows runs on the output thread.
 
@@ -253,6 +296,10 @@ class AsyncLLM:
         processor, core = self.front.processor, self.front.core
         if isinstance(item, OctavoError):
             self._ended = item
+            for reply in self._replies:  # of commands that the engine thread didn't get to
+                if reply.set_running_or_notify_cancel():
+                    reply.set_exception(EngineError(f"the engine has stopped: {item}"))
+            self._replies.clear()
             return processor.fail(item)
         if isinstance(item, _Refused):
             return processor.fail(item.error, item.request_id)
@@ -274,6 +321,10 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(_set_all, events)
             except RuntimeError:  # the loop is closed: nobody waits any more
                 log.debug("an event loop was closed before its requests finished")
+
+
+def _has_token_ids(prompt: Prompt) -> bool:
+    return isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None
 
 
 def _set_all(events: Sequence[asyncio.Event]) -> None:

@@ -48,6 +48,7 @@ class EngineCore:
         self._in_flight: deque[Future[StepResult]] = deque()
         self._failure: OctavoError | None = None
         self._stopped = False
+        self.paused = False
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `UsageError` when it could never fit, `EngineError` when the engine has stopped."""
@@ -76,6 +77,20 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether steps are with the executor."""
         return bool(self._in_flight)
+
+    def pause(self) -> None:
+        """Plan no more steps until `resume`; those with the executor end. Requests stay, and may be added and aborted."""
+        self.paused = True
+        self._scheduler.pause()
+
+    def drain(self) -> None:
+        """Take no more requests until `resume` (`add` raises `EngineError`); those that are here run to their end."""
+        self._scheduler.drain()
+
+    def resume(self) -> None:
+        """Undo `pause` and `drain`."""
+        self.paused = False
+        self._scheduler.resume()
 
     def step(self) -> StepOutput | None:
         """Submit what can run, wait for the oldest step and apply it. None when there was nothing to run.

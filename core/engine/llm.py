@@ -149,6 +149,7 @@ class LLM:
 
         Raises `UsageError` also while a `stream` is open: the search would take its tokens.
         """
+        self._check_not_paused()
         if self.front.processor.requests:
             raise UsageError("beam search runs alone, but a stream is open", hint="read it to its end, or close() it, first")
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0)
@@ -175,6 +176,18 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False when requests still hold some."""
         return self.front.core.reset_prefix_cache()
+
+    def pause(self) -> None:
+        """Run no more steps until `resume`: a call that needs one raises `EngineError`, also an open stream that is read."""
+        self.front.core.pause()
+
+    def drain(self) -> None:
+        """Take no more requests until `resume`, with `EngineError`; open streams may be read to their end."""
+        self.front.core.drain()
+
+    def resume(self) -> None:
+        """Undo `pause` and `drain`."""
+        self.front.core.resume()
 
     def close(self) -> None:
         """Stop the workers and give their memory back. May be called more than once."""
@@ -219,11 +232,16 @@ class LLM:
         with interrupt_deferred():
             output = core.step()
             if output is None:
+                self._check_not_paused()
                 raise EngineError("requests are waiting, but the scheduler finds none that can run")
             processed = processor.process(output)
             for stop in processed.stops:
                 core.finish(stop.request_id, stop.index, reason="stop", stop_reason=stop.stop_reason)
         return processed.updated
+
+    def _check_not_paused(self) -> None:
+        if self.front.core.paused:
+            raise EngineError("the engine is paused and runs no steps", hint="call resume() first")
 
 
 def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:

@@ -127,10 +127,83 @@ async def test_while_draining_a_new_request_is_refused_and_the_others_go_on(make
     llm = make_llm(executor)
     running = asyncio.create_task(last(llm, "abc", params(100), "running"))
     await until(lambda: executor.num_steps > 2)
-    llm.front.core._scheduler.drain()
+    await llm.drain()
     with pytest.raises(EngineError, match="the engine is draining"):
         await last(llm, "abc", params(3), "late")
-    assert (await running).finished
+    assert (await running).outputs[0].text == ("abc" * 34)[:100]
+    await llm.resume()
+    assert (await last(llm, "abc", params(3), "later")).outputs[0].text == "abc"
+
+
+async def test_while_paused_running_requests_wait_and_new_ones_too(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    running = [asyncio.create_task(last(llm, "abc", params(60), f"running {i}")) for i in range(3)]
+    await until(lambda: executor.num_steps > 5)
+    await llm.pause()
+    await until(lambda: not llm.front.core.has_work())
+    num_steps = executor.num_steps
+    late = asyncio.create_task(last(llm, "xyz", params(6), "late"))
+    gone = asyncio.create_task(last(llm, "abc", params(6), "gone"))
+    await until(lambda: len(llm.front.processor.requests) == 5)
+    await llm.abort("gone")
+    assert (await gone).outputs[0].finish_reason == "abort"
+    await asyncio.sleep(0.05)
+    assert executor.num_steps == num_steps
+    assert not any(task.done() for task in [*running, late])
+    await llm.resume()
+    assert {(await task).outputs[0].text for task in running} == {"abc" * 20}
+    assert (await late).outputs[0].text == "xyzxyz"
+
+
+async def test_a_paused_engine_can_be_shut_down(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    running = asyncio.create_task(last(llm, "abc", params(150), "r"))
+    await until(lambda: executor.num_steps > 2)
+    await llm.pause()
+    await asyncio.to_thread(llm.shutdown)
+    with pytest.raises(RequestAborted):
+        await running
+    for command in (llm.pause, llm.drain, llm.resume):
+        with pytest.raises(EngineError, match="the engine has stopped"):
+            await command()
+
+
+async def test_a_command_that_the_engine_never_gets_to_is_answered(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor(fail_at=1)
+    executor.gate.clear()
+    llm = make_llm(executor)
+    request = asyncio.create_task(last(llm, "abc", params(), "r"))
+    await until(llm.front.core.has_work)
+    command = asyncio.create_task(llm.pause())  # the engine thread waits for the step, which will fail
+    await asyncio.sleep(0.01)
+    executor.gate.set()
+    with pytest.raises(EngineError, match="the engine has stopped: the worker died"):
+        await asyncio.wait_for(command, 10)
+    with pytest.raises(EngineError, match="the worker died"):
+        await request
+
+
+@pytest.mark.parametrize("prompt", ["abc", {"prompt": "abc"}])
+async def test_a_prompt_becomes_tokens_while_the_event_loop_goes_on(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, prompt: Any
+) -> None:
+    llm = make_llm()
+    tokenizer: Any = llm.get_tokenizer()
+    encode, go_on = tokenizer.encode, threading.Event()
+
+    def slow(text: str, **more: Any) -> list[int]:
+        assert go_on.wait(10), "the event loop stood still"
+        ids: list[int] = encode(text, **more)
+        return ids
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    request = asyncio.create_task(last(llm, prompt, params(6), "r"))
+    by_ids = await last(llm, {"prompt_token_ids": encode("xyz")}, params(3), "ids")
+    assert by_ids.outputs[0].text == "xyz"
+    go_on.set()
+    assert (await request).outputs[0].text == "abcabc"
 
 
 async def test_an_id_in_use_is_refused(make_llm: MakeLLM, EchoExecutor: Any) -> None:

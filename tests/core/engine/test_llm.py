@@ -15,6 +15,7 @@ from octavo.core.api.hooks import hookimpl
 from octavo.core.api.sampling import SamplingParams
 from octavo.core.api.scheduling import SchedulerStats, StepPlan
 from octavo.core.discovery.hooks import Hooks
+from octavo.core.engine.beam_search import BeamSearchParams
 from octavo.core.engine.interrupt import interrupt_deferred
 from octavo.core.engine.llm import LLM
 
@@ -194,6 +195,38 @@ def test_a_stream_shows_its_end_although_another_call_brought_it_there(make_llm:
     (last,) = stream
     assert last.finished
     assert last.outputs[0].text == "abcab"
+
+
+def test_a_paused_engine_runs_nothing_and_says_what_to_do(make_llm: MakeLLM, EchoExecutor: Any) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    stream = llm.stream("abc", params(9))
+    next(stream)
+    llm.pause()
+    with pytest.raises(EngineError, match=r"the engine is paused .*; call resume\(\) first"):
+        llm.generate("xyz", params(4))
+    with pytest.raises(EngineError, match="the engine is paused"):
+        list(stream)
+    num_steps = executor.num_steps
+    with pytest.raises(EngineError, match="the engine is paused"):
+        llm.generate("xyz", params(4))
+    assert executor.num_steps == num_steps
+    with pytest.raises(EngineError, match="the engine is paused"):
+        llm.beam_search("abc", BeamSearchParams(beam_width=2, max_tokens=4))
+    llm.resume()
+    assert llm.generate("xyz", params(4))[0].outputs[0].text == "xyzx"
+
+
+def test_a_draining_engine_lets_streams_end_and_takes_nothing_new(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    stream = llm.stream("abc", params(9))
+    next(stream)
+    llm.drain()
+    with pytest.raises(EngineError, match="the engine is draining"):
+        llm.generate("xyz", params(4))
+    assert list(stream)[-1].outputs[0].text == "abcabcabc"
+    llm.resume()
+    assert llm.generate("xyz", params(4))[0].outputs[0].text == "xyzx"
 
 
 def test_an_error_reaches_the_call_whose_request_it_is(make_llm: MakeLLM, EchoExecutor: Any) -> None:
