@@ -47,6 +47,7 @@ class CompletionState:
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    slot: int | None = None  # while it runs
 
     def push(self, token_id: int, *, silent: bool = False) -> bool:
         """Append a token; ``silent`` gives it no text. True when it completed a stop string, which ends the completion."""
@@ -140,7 +141,7 @@ class RequestState:
 
 
 class OutputProcessor:
-    """Keeps the slot → completion map. One thread at a time may use it."""
+    """Keeps the slot → completion map, of completions that run. One thread at a time may use it."""
 
     def __init__(self, pieces: TokenBytes) -> None:
         self._pieces = pieces
@@ -168,7 +169,7 @@ class OutputProcessor:
             if state is None:  # ended by the front; what it still says must not reach the slot's former owner
                 self._slots.pop(started.slot, None)
                 continue
-            self._slots[started.slot] = state.completions[started.index]
+            self._occupy(started.slot, state.completions[started.index])
             if state.num_cached_tokens is None:
                 state.num_cached_tokens = started.num_cached_tokens
         if output.prompt_logprobs is not None:
@@ -181,6 +182,7 @@ class OutputProcessor:
                 request.metrics.first_token_s = now_s
             if self._push(completion, tokens, logprobs, ends.get((request.request_id, completion.index))):
                 stops.append(Stop(request.request_id, completion.index, str(completion.stop_reason)))
+                self._leave(completion)
         for end in output.finished:
             if (ended := self._finish(end)) is not None:
                 updated[ended.request_id] = ended
@@ -236,6 +238,7 @@ class OutputProcessor:
         completion = state.completions[end.index]
         if completion.finish_reason is None:
             completion.finish(end.reason, end.stop_reason)
+        self._leave(completion)
         if end.reason == "error" and state.error is None:
             state.error = EngineError(end.message or f"request {end.request_id} failed")
         return state
@@ -245,6 +248,19 @@ class OutputProcessor:
             if state.finished:
                 state.metrics.finished_s = now_s
                 self._requests.pop(state.request_id, None)
+                for completion in state.completions:
+                    self._leave(completion)
+
+    def _occupy(self, slot: int, completion: CompletionState) -> None:
+        self._leave(completion)  # it was preempted: the slot that it had has nothing for it any more
+        completion.slot = slot
+        self._slots[slot] = completion
+
+    def _leave(self, completion: CompletionState) -> None:
+        """The completion ended or moved. What steps in flight still say in its slot is nobody's."""
+        if completion.slot is not None and self._slots.get(completion.slot) is completion:
+            del self._slots[completion.slot]
+        completion.slot = None
 
     def _add_prompt_logprobs(self, logprobs: Logprobs) -> None:
         for entry, slot in enumerate(logprobs.rows.tolist()):

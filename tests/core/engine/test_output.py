@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -159,6 +161,30 @@ def test_completions_of_one_request_are_kept_apart(byte_tokenizer: Any) -> None:
     bench.step({1: [END]}, finished=[end(index=1, slot=1)])
     assert bench.states[0].finished
     assert [output.index for output in bench.states[0].output().outputs] == [0, 1]
+
+
+def test_what_has_ended_is_kept_nowhere(byte_tokenizer: Any) -> None:
+    params = SamplingParams(stop=["b"])
+    bench = Bench(byte_tokenizer, *[params] * 5, SamplingParams(n=2))
+    bench.step({}, started=[StartedRequest(slot=20, request_id="1", index=0, num_cached_tokens=0)])  # it was preempted
+    gone = [weakref.ref(state) for state in bench.states]
+    bench.step({0: [END], 20: [END]}, finished=[end(), end("1", slot=20)])
+    bench.say("ab", slot=2)
+    bench.processor.abort("3")
+    bench.processor.fail(EngineError("refused"), "4")
+    bench.step({5: [END]}, finished=[end("5", slot=5)])
+    in_flight = dict.fromkeys((0, 1, 20, 2, 3, 4, 5), byte_tokenizer.encode("x"))
+    assert not bench.step(in_flight).updated, "steps in flight say nothing to them"
+    assert len(bench.states[5].output().outputs[1].token_ids) == 0
+    bench.states.clear()
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True] * 5 + [False], "only a request with a completion that runs is left"
+    (left,) = bench.processor.requests.values()
+    bench.step({6: [END]}, finished=[end("5", index=1, slot=6)])
+    assert left.finished
+    del left
+    gc.collect()
+    assert gone[5]() is None
 
 
 def test_a_slot_goes_to_its_next_owner(byte_tokenizer: Any) -> None:
