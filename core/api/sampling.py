@@ -85,6 +85,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise UsageError(f"logit_bias values must be numbers from -100 to 100, not {bias!r}")
 
 
+MAX_LOGPROBS = 1024
 _INF = 2**31 - 1
 _OPTIONAL = {"seed", "logprobs", "prompt_logprobs", "max_tokens", "truncate_prompt_tokens"}
 _FLAGS = (
@@ -104,8 +105,8 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("presence_penalty", -2, 2, False),
     ("frequency_penalty", -2, 2, False),
     ("seed", -(2**63), 2**63 - 1, True),
-    ("logprobs", 0, 1024, True),
-    ("prompt_logprobs", 0, 1024, True),
+    ("logprobs", 0, MAX_LOGPROBS, True),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, True),
     ("max_tokens", 1, _INF, True),
     ("min_tokens", 0, _INF, True),
     ("truncate_prompt_tokens", 1, _INF, True),

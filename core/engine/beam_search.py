@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from octavo.core.api.errors import EngineError, OutOfMemory, UsageError
-from octavo.core.api.sampling import SamplingParams
+from octavo.core.api.sampling import MAX_LOGPROBS, SamplingParams
 from octavo.core.api.scheduling import FinishReason, Request, StepOutput
 from octavo.core.engine.core import EngineCore
 
@@ -181,6 +181,8 @@ def beam_search(
     """
     if params.beam_width > max_num_seqs:
         raise UsageError(f"beam_width {params.beam_width} exceeds max_num_seqs {max_num_seqs}", hint="raise max_num_seqs")
+    for request in requests:
+        _check_width(request, params, core.info.vocab_size)
     waiting = list(enumerate(requests))[::-1]
     running: dict[str, tuple[int, Search]] = {}
     slots: dict[int, tuple[str, int]] = {}
@@ -221,9 +223,24 @@ def _give_way(
     return number, requests[number]
 
 
+def _num_candidates(request: Request, params: BeamSearchParams) -> int:
+    """How many continuations of a beam are looked at: ``beam_width`` are left when all ends of text are among them."""
+    return (1 + (0 if params.ignore_eos else len(request.eos_token_ids))) * params.beam_width
+
+
+def _check_width(request: Request, params: BeamSearchParams, vocab_size: int) -> None:
+    """Raises `UsageError` when a beam would have to report more log probabilities than a token may have."""
+    wanted = _num_candidates(request, params)
+    if min(wanted, vocab_size) > MAX_LOGPROBS:
+        most = MAX_LOGPROBS * params.beam_width // wanted
+        raise UsageError(
+            f"beam_width must be at most {most} for this model, not {params.beam_width}: a beam would report the log "
+            f"probabilities of {wanted} tokens, and {MAX_LOGPROBS} are the most"
+        )
+
+
 def _stepwise(request: Request, params: BeamSearchParams, vocab_size: int) -> Request:
-    num_eos = 0 if params.ignore_eos else len(request.eos_token_ids)
-    wanted = min((1 + num_eos) * params.beam_width, vocab_size)
+    wanted = min(_num_candidates(request, params), vocab_size)
     sampling = SamplingParams(temperature=0, logprobs=wanted, max_tokens=request.max_tokens, ignore_eos=True)
     return msgspec.structs.replace(request, sampling=sampling, stepwise=True)
 
