@@ -303,6 +303,21 @@ def test_generation_defaults_and_several_ends(opened: Open) -> None:
     assert source.tokenizer().eos_token_ids == (2, 7)
 
 
+@pytest.mark.parametrize(
+    ("key", "wrong"),
+    [("temperature", -1), ("top_p", 1.5), ("top_p", 0), ("min_p", 2), ("repetition_penalty", 0), ("repetition_penalty", 1e9),
+     ("top_k", -2), ("temperature", "hot")],
+)  # fmt: skip
+def test_a_default_that_no_request_may_have_is_the_file_s_fault(opened: Open, key: str, wrong: Any) -> None:
+    with pytest.raises(BrokenModel, match=f"generation_config.json: '{key}'"):
+        opened(files={"generation_config.json": {key: wrong}})
+
+
+def test_defaults_that_switch_a_filter_off_are_taken(opened: Open) -> None:
+    generation = opened(files={"generation_config.json": {"top_k": -1, "top_p": 1.0, "temperature": 0}}).generation
+    assert (generation.top_k, generation.top_p, generation.temperature) == (-1, 1.0, 0.0)
+
+
 def test_without_generation_config_the_end_is_that_of_the_config(opened: Open) -> None:
     assert opened().generation.eos_token_ids == (2,)
 
