@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -78,6 +79,7 @@ class LLM:
 
     def _start(self, config: EngineConfig) -> None:
         self._ids = itertools.count()
+        self._lock = threading.RLock()  # scheduler and output processor, when several threads call
         self.front: Front = open_front(config)
         _OPEN.add(self)
 
@@ -131,10 +133,8 @@ class LLM:
         with self._running([(request, text)]) as (state,):
             finished = False
             while not finished:
-                if not state.finished:  # another call's steps may have brought it to its end
-                    self._step()
-                if state.error is not None:
-                    raise state.error
+                self._step_for([state])
+                _ended(state)  # raises its error
                 output = state.output()
                 finished = output.finished
                 yield output
@@ -157,7 +157,7 @@ class LLM:
         outputs = [BeamSearchOutput([]) for _ in requests]
         pieces = TokenBytes(self.front.tokenizer)
         search = beam_search(self.front.core, requests, params, max_num_seqs=self.config.scheduler.max_num_seqs)
-        with progress("Searching", len(requests), show=use_tqdm) as advance:
+        with progress("Searching", len(requests), show=use_tqdm) as advance, self._lock:
             for number, sequences in search:
                 for sequence in sequences:
                     sequence.tokens = [*requests[number].prompt_token_ids.tolist(), *sequence.tokens]
@@ -175,7 +175,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False when requests still hold some."""
-        return self.front.core.reset_prefix_cache()
+        with self._lock:
+            return self.front.core.reset_prefix_cache()
 
     def pause(self) -> None:
         """Run no more steps until `resume`: a call that needs one raises `EngineError`, also an open stream that is read."""
@@ -202,12 +203,12 @@ class LLM:
 
     def _run(self, made: Sequence[tuple[Request, str | None]], *, show: bool) -> list[RequestOutput]:
         with progress("Generating", len(made), show=show) as advance, self._running(made) as states:
-            while not all(state.finished for state in states):
-                updated = self._step()
-                for state in updated:
-                    if state.error is not None and state in states:
-                        raise state.error
-                advance(sum(state.finished for state in updated))
+            pending = states
+            while pending:
+                if self._step_for(pending):
+                    left = [state for state in pending if not _ended(state)]
+                    advance(len(pending) - len(left))
+                    pending = left
         return [state.output() for state in states]
 
     @contextmanager
@@ -216,18 +217,28 @@ class LLM:
         core, processor = self.front.core, self.front.processor
         states: list[RequestState] = []
         try:
-            for request, text in made:
-                core.add(request)
-                states.append(processor.add(request, text))
+            with self._lock:
+                for request, text in made:
+                    core.add(request)
+                    states.append(processor.add(request, text))
             yield states
         finally:
-            for state in states:
-                if not state.finished or state.error is not None:  # of one that failed, further completions may still run
-                    core.abort(state.request_id)
-                    processor.abort(state.request_id)
+            with self._lock:
+                for state in states:
+                    if not state.finished or state.error is not None:  # of one that failed, further completions may run
+                        core.abort(state.request_id)
+                        processor.abort(state.request_id)
+
+    def _step_for(self, states: Sequence[RequestState]) -> bool:
+        """One step of everything that is unfinished, unless other calls' steps have brought ``states`` to their end.
+
+        True when a request has finished, of ``states`` or not.
+        """
+        with self._lock:
+            return all(state.finished for state in states) or any(state.finished for state in self._step())
 
     def _step(self) -> Sequence[RequestState]:
-        """One step of everything that is unfinished; the requests that it changed."""
+        """One step; the requests that it changed."""
         core, processor = self.front.core, self.front.processor
         with interrupt_deferred():
             output = core.step()
@@ -242,6 +253,13 @@ class LLM:
     def _check_not_paused(self) -> None:
         if self.front.core.paused:
             raise EngineError("the engine is paused and runs no steps", hint="call resume() first")
+
+
+def _ended(state: RequestState) -> bool:
+    """Whether a request has finished. Raises its error."""
+    if state.error is not None:
+        raise state.error
+    return state.finished
 
 
 def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:

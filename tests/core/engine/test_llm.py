@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ def make_llm(echo_front: Any) -> MakeLLM:
         llm = LLM.__new__(LLM)
         llm.front = echo_front(*arguments, **options)
         llm._ids = itertools.count()
+        llm._lock = threading.RLock()
         return llm
 
     return make
@@ -195,6 +197,24 @@ def test_a_stream_shows_its_end_although_another_call_brought_it_there(make_llm:
     (last,) = stream
     assert last.finished
     assert last.outputs[0].text == "abcab"
+
+
+def test_several_threads_may_call_at_once(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    wanted = {f"thread {number}, ": (f"thread {number}, " * 4)[: 20 + number] for number in range(8)}
+    answers: dict[str, set[str]] = {}
+
+    def call(prompt: str, text: str) -> None:
+        outputs = [llm.generate([prompt] * 3, params(len(text)), use_tqdm=False) for _ in range(5)]
+        streamed = [*llm.stream(prompt, params(len(text)))][-1]
+        answers[prompt] = {output.outputs[0].text for batch in [*outputs, [streamed]] for output in batch}
+
+    threads = [threading.Thread(target=call, args=item) for item in wanted.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert answers == {prompt: {text} for prompt, text in wanted.items()}
 
 
 def test_a_paused_engine_runs_nothing_and_says_what_to_do(make_llm: MakeLLM, EchoExecutor: Any) -> None:
