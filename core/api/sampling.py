@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -59,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             kind = "a whole number" if whole else "a number"
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise UsageError(f"{name} must be {kind}, not {value!r}")
-            if not (math.isfinite(value) and low <= value <= high):
+            if not low <= value <= high:  # NaN isn't, nor are infinities; math.isfinite fails on huge whole numbers
                 raise UsageError(f"{name} must be {kind} {_range_text(low, high)}, not {value!r}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
@@ -114,9 +113,11 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
 
 
 def _tuple(name: str, values: Any) -> tuple[Any, ...]:
-    if not isinstance(values, (Iterable, type(None))):
+    if values is None:
+        return ()
+    if not isinstance(values, Iterable) or isinstance(values, (Mapping, bytes, bytearray)):
         raise UsageError(f"{name} must be a list, not {values!r}")
-    return tuple(values or ())
+    return tuple(values)
 
 
 def _range_text(low: float, high: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ def answer_file(
 ) -> None:
     """Answer every line of ``prompt_file`` into ``output``. Raises `UsageError` before the model is loaded."""
     lines = read_lines(prompt_file)
+    if os.path.exists(output) and os.path.samefile(output, prompt_file):
+        raise UsageError(f"--output {output} is the prompt file itself", hint="name another file, or the prompts would be lost")
     with replacing(output) as file:
         from octavo.core.engine.llm import LLM
 
@@ -68,7 +71,7 @@ def answer_file(
 def read_lines(path: Path) -> list[Line]:
     """The file's lines, checked; empty ones are skipped. Raises `UsageError` that names the line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:
@@ -81,14 +84,19 @@ def read_lines(path: Path) -> list[Line]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[str]]:
-    """A file that takes ``path``'s place when the block ends well, and vanishes when it doesn't. Raises `UsageError`."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    if path.is_dir():
-        raise UsageError(f"can't write {path}: it is a folder")
+    """A file that takes ``path``'s place when the block ends well, and vanishes when it doesn't. Raises `UsageError`.
+
+    A link stays one: the file that it leads to is replaced. Devices and pipes can't be replaced and are refused.
+    """
     try:
+        path = path.resolve()
+        mode = path.stat().st_mode if path.exists() else stat.S_IFREG
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"can't write {path}: it is {'a folder' if stat.S_ISDIR(mode) else 'not an ordinary file'}")
+        partial = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
         file = partial.open("w", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"can't write {path}: {error.strerror}") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
+        raise UsageError(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from error
     try:
         with file:
             yield file
@@ -103,6 +111,8 @@ def _line(path: Path, number: int, text: str) -> Line:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise UsageError(f"{where}: not JSON that can be read ({error})") from error
     except RecursionError as error:
         raise UsageError(f"{where}: nested too deeply") from error
     content = {"prompt": value} if isinstance(value, str) else value
@@ -118,7 +128,21 @@ def _line(path: Path, number: int, text: str) -> Line:
     messages = content.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise UsageError(f'{where}: "messages" must be a list of objects with role and content')
+    _check_id(where, content.get("id"))
     return Line(number, content, _sampling(where, content.get("sampling_params", {})))
+
+
+def _check_id(where: str, value: Any) -> None:
+    """The answer repeats it, so it must be what JSON in UTF-8 can say: Python reads NaN and half a surrogate pair, too."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise UsageError(f'{where}: "id" can\'t be written back: {error}') from error
+
+
+def _token_id(key: str) -> int | str:
+    """JSON's keys are always strings. What is no number stays one, for `SamplingParams` to refuse."""
+    return int(key) if key.isdecimal() and len(key) < 20 else key
 
 
 def _sampling(where: str, sampling: Any) -> Mapping[str, Any]:
@@ -127,8 +151,8 @@ def _sampling(where: str, sampling: Any) -> Mapping[str, Any]:
     for key in sampling:
         if key not in SamplingParams.__struct_fields__:
             raise UsageError(f"{where}: unknown sampling parameter {key!r}" + nearest(key, SamplingParams.__struct_fields__))
-    if isinstance(bias := sampling.get("logit_bias"), dict):  # JSON's keys are always strings
-        sampling = {**sampling, "logit_bias": {int(key) if key.isdecimal() else key: value for key, value in bias.items()}}
+    if isinstance(bias := sampling.get("logit_bias"), dict):
+        sampling = {**sampling, "logit_bias": {_token_id(key): value for key, value in bias.items()}}
     try:
         SamplingParams(**{"max_tokens": None, **sampling})
     except (UsageError, TypeError) as error:

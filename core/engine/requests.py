@@ -95,7 +95,10 @@ class RequestMaker:
         return room
 
     def _checked_ids(self, ids: Sequence[int] | np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int32]]:
-        array = np.asarray(ids)
+        try:
+            array = np.asarray(ids)
+        except (ValueError, OverflowError) as error:  # lists of unequal lengths in it
+            raise UsageError("prompt_token_ids must be a flat list of whole numbers") from error
         if array.size == 0:
             return np.empty(0, np.int32)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
@@ -168,6 +171,16 @@ def _parts(prompt: Prompt) -> _Parts:
         raise UsageError(f'"prompt" must be text, not {type(text).__name__}')
     if not isinstance(salt, (str, type(None))):
         raise UsageError(f'"cache_salt" must be text, not {type(salt).__name__}')
+    if salt is not None and not _is_unicode(salt):
+        raise UsageError('"cache_salt" holds a lone surrogate, which is no Unicode character')
     if token_ids is not None and (isinstance(token_ids, str) or not isinstance(token_ids, (Sequence, np.ndarray))):
         raise UsageError(f'"prompt_token_ids" must be a list of token ids, not {type(token_ids).__name__}')
     return _Parts(text, token_ids, salt)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -145,6 +145,22 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(generate: Octavo, lines_fil
         ('{"prompt": "w1", "sampling_params": {"top_p": NaN}}', "line 2: top_p must be a number from 0 to 1, not nan"),
         ({"prompt_token_ids": [1, 64]}, "line 2: token id 64 is outside the vocabulary (0 to 63)"),
         ({"prompt_token_ids": list(range(64)) * 2}, "line 2: the prompt has 128 tokens, but the context holds 128"),
+        ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "line 2: not JSON that can be read (Exceeds the limit"),
+        ({"prompt_token_ids": [1, "a", [2]]}, "line 2: prompt_token_ids must be a flat list of whole numbers"),
+        ({"prompt_token_ids": [[1], [1, 2]]}, "line 2: prompt_token_ids must be a flat list of whole numbers"),
+        ('{"prompt": "w1", "id": NaN}', 'line 2: "id" can\'t be written back: Out of range float values'),
+        ('{"prompt": "w1", "id": ["\\ud800"]}', "line 2: \"id\" can't be written back: 'utf-8' codec"),
+        ('{"prompt": "w1", "cache_salt": "\\ud800"}', 'line 2: "cache_salt" holds a lone surrogate'),
+        ('{"prompt": "\\ud800"}', "line 2: the text holds a lone surrogate"),
+        (
+            '{"prompt": "w1", "sampling_params": {"temperature": 1' + "0" * 400 + "}}",
+            "line 2: temperature must be a number of at least 0",
+        ),
+        (
+            '{"prompt": "w1", "sampling_params": {"logit_bias": {"' + "9" * 5000 + '": 1}}}',
+            "line 2: logit_bias keys must be token ids",
+        ),
+        ({"prompt": "w1", "sampling_params": {"stop": {"w2": 1}}}, "line 2: stop must be a list"),
         ({"prompt": "w1", "sampling_params": {"min_tokens": 50}}, "line 2: min_tokens (50) must not exceed max_tokens (4)"),
     ],
 )
@@ -223,6 +239,32 @@ def test_an_output_that_cannot_be_written_is_found_before_the_model_runs(
     ended = generate("--prompt-file", path, "--output", tmp_path / "absent" / "x.jsonl", model="/no/such/folder")
     assert ended.code == 2
     assert "can't write" in ended.err
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "..", "x" * 300, "pipe", "circle", "prompts.jsonl", "link-to-prompts"])
+def test_an_output_that_no_file_can_take_the_place_of_is_refused(
+    generate: Octavo, lines_file: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines_file({"prompt": "w1"})
+    os.mkfifo("pipe")
+    os.symlink("circle", "circle")
+    os.symlink("prompts.jsonl", "link-to-prompts")
+    before = {path.name: path.lstat().st_mode for path in tmp_path.iterdir()}
+    ended = generate("--prompt-file", "prompts.jsonl", "--output", name, model="/no/such/folder")
+    assert (ended.code, len(ended.err.splitlines())) == (2, 1)
+    assert "can't write" in ended.err or "is the prompt file itself" in ended.err
+    assert {path.name: path.lstat().st_mode for path in tmp_path.iterdir()} == before
+
+
+def test_an_output_behind_a_link_is_replaced_and_the_link_stays(generate: Octavo, tmp_path: Path) -> None:
+    prompts, real, link = tmp_path / "prompts.jsonl", tmp_path / "real.jsonl", tmp_path / "link.jsonl"
+    prompts.write_bytes(b'\xef\xbb\xbf{"prompt": "w1"}')  # with a byte-order mark, as some editors write
+    real.write_text("as it was")
+    link.symlink_to(real)
+    assert generate("--prompt-file", prompts, "--output", link, "--max-tokens", 1).code == 0
+    assert link.is_symlink()
+    assert json.loads(real.read_text())["id"] == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
