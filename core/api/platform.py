@@ -36,7 +36,7 @@ class PlatformCapabilities:
 
     dtypes: tuple[str, ...] = ("float32",)  # activation dtypes, best first: ``--dtype auto`` takes the first
     streams: bool = False  # device work is queued: reading a result needs a synchronisation
-    pinned_memory: bool = False
+    pinned_memory: bool = False  # of torch, for the device: steps are sent from it, so that sending need not wait
     async_scheduling: bool = True
 
 

@@ -35,13 +35,14 @@ class Transfers:
         """The arrays (int32, int64, float32) on the device, sent as one buffer; each result is a view of it."""
         words = [-(-array.nbytes // _ALIGN_BYTES) * (_ALIGN_BYTES // 4) for array in arrays.values()]
         # A new buffer each time: on a host platform the device's tensor is this very memory, and may be kept.
-        buffer = np.empty(sum(words), np.int32)
+        memory = torch.empty(sum(words), dtype=torch.int32, pin_memory=self._platform.capabilities.pinned_memory)
+        buffer: NDArray[np.int32] = memory.numpy()
         start = 0
         for array, size in zip(arrays.values(), words, strict=True):
             buffer[start : start + array.nbytes // 4].view(array.dtype)[:] = array.reshape(-1)
             start += size
         self.host_to_device += 1
-        pieces = self._platform.from_host(torch.from_numpy(buffer), non_blocking=True).split(words)
+        pieces = self._platform.from_host(memory, non_blocking=True).split(words)
         return {
             name: piece[: array.nbytes // 4].view(_TORCH[array.dtype]).view(array.shape)
             for (name, array), piece in zip(arrays.items(), pieces, strict=True)

@@ -7,8 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyaccel
 import pytest
 import torch
@@ -17,6 +19,7 @@ from pyaccel.plugin.platform import PyaccelPlatform
 from octavo.api.errors import UsageError
 from octavo.api.platform import Platform
 from octavo.core.discovery import installed
+from octavo.core.worker.transfers import Transfers
 
 MIB = 1 << 20
 
@@ -81,6 +84,31 @@ def test_capabilities_say_what_the_device_has(platform: Platform) -> None:
     assert platform.capabilities.streams
     assert platform.capabilities.pinned_memory
     assert platform.capabilities.dtypes[0] == "float32"
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_step_is_sent_from_pinned_memory_where_the_platform_has_it(
+    platform: PyaccelPlatform, monkeypatch: pytest.MonkeyPatch, pinned: bool
+) -> None:
+    sources: list[torch.Tensor] = []
+
+    def from_host(tensor: torch.Tensor, *, non_blocking: bool = False) -> torch.Tensor:
+        sources.append(tensor)
+        return tensor.to("pyaccel:1", non_blocking=non_blocking)
+
+    monkeypatch.setattr(platform, "capabilities", replace(platform.capabilities, pinned_memory=pinned))
+    monkeypatch.setattr(platform, "from_host", from_host)
+    transfers = Transfers(platform)
+    arrays = {"a": np.arange(5, dtype=np.int32), "b": np.array([[0.5, 2.0]], np.float32), "c": np.array([7], np.int64)}
+    with pyaccel.count() as counts:
+        sent = [transfers.upload({name: array + step for name, array in arrays.items()}) for step in range(3)]
+    assert counts[0].synchronisations == 0, "sending waits for nothing"
+    platform.synchronize()  # raises if a buffer was written again while a copy from it was under way
+    for step, tensors in enumerate(sent):
+        assert {name: tensor.cpu().tolist() for name, tensor in tensors.items()} == {
+            name: (array + step).tolist() for name, array in arrays.items()
+        }
+    assert [source.is_pinned() for source in sources] == [pinned] * 3
 
 
 def test_binding_chooses_the_device_of_everything_after(platform: Platform) -> None:
