@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from octavo.core.api.errors import EngineError, OutOfMemory, UsageError
+from octavo.core.api.errors import EngineError, UsageError
 from octavo.core.api.sampling import MAX_LOGPROBS, SamplingParams
 from octavo.core.api.scheduling import FinishReason, Request, StepOutput
 from octavo.core.engine.core import EngineCore
@@ -176,8 +176,8 @@ def beam_search(
 ) -> Iterator[tuple[int, list[BeamSearchSequence]]]:
     """Search for each request; (its number, its best sequences without the prompt) as they are done.
 
-    As many requests run at once as have slots for all their beams. Raises `UsageError` when one hasn't, `OutOfMemory` when the
-    beams of one have no room in the KV cache, `EngineError` when the engine fails.
+    As many requests run at once as have slots for all their beams; beams that have no room in the KV cache together take turns
+    there. Raises `UsageError` when one request has too few slots, `EngineError` when the engine fails.
     """
     if params.beam_width > max_num_seqs:
         raise UsageError(f"beam_width {params.beam_width} exceeds max_num_seqs {max_num_seqs}", hint="raise max_num_seqs")
@@ -194,10 +194,8 @@ def beam_search(
                 core.add(_stepwise(request, params, core.info.vocab_size))
                 running[request.request_id] = number, Search(params, request.max_tokens, request.eos_token_ids)
             output = core.step()
-            if output is None:  # beams that wait for their siblings hold every block
-                most_at_once = len(running) - 1
-                waiting.append(_give_way(core, running, requests, params))
-                continue
+            if output is None:
+                raise EngineError("beams are waiting, but the scheduler finds none that can run")
             _apply(core, output, slots, running)
             for request_id, (number, search) in list(running.items()):
                 if search.done:
@@ -207,20 +205,6 @@ def beam_search(
     finally:
         for request_id in running:
             core.abort(request_id)
-
-
-def _give_way(
-    core: EngineCore, running: dict[str, tuple[int, Search]], requests: Sequence[Request], params: BeamSearchParams
-) -> tuple[int, Request]:
-    """Stop the youngest search, to start again later. Raises `OutOfMemory` when it is the only one."""
-    if len(running) == 1:
-        raise OutOfMemory(
-            f"the KV cache has no room for {params.beam_width} beams of this request",
-            hint="lower beam_width or max_tokens, or give the KV cache more memory (--kv-cache-memory-bytes)",
-        )
-    request_id, (number, _) = running.popitem()
-    core.abort(request_id)
-    return number, requests[number]
 
 
 def _num_candidates(request: Request, params: BeamSearchParams) -> int:

@@ -64,12 +64,24 @@ class Planner:
 
     def replan(self) -> StepPlan | None:
         """A step from scratch: running rows within the budget and the blocks there are, then waiting requests."""
-        preemptions = self._roster.num_preemptions
-        slots, counts = self._secure_blocks(*self._grant())
-        if self._roster.num_preemptions == preemptions:
-            new_slots, new_counts = self._admission.admit(self._budget - int(counts.sum()), slots, counts)
-            slots, counts = np.append(slots, new_slots), np.append(counts, new_counts)
-        return self._issue(*self._decodes_first(slots, counts)) if len(slots) else None
+        while True:
+            preemptions = self._roster.num_preemptions
+            slots, counts = self._secure_blocks(*self._grant())
+            preempted = self._roster.num_preemptions > preemptions
+            if not preempted:
+                new_slots, new_counts = self._admission.admit(self._budget - int(counts.sum()), slots, counts)
+                slots, counts = np.append(slots, new_slots), np.append(counts, new_counts)
+            if len(slots):
+                return self._issue(*self._decodes_first(slots, counts))
+            if len(self._flight) or not (preempted or self._preempt_parked()):
+                return None
+
+    def _preempt_parked(self) -> bool:
+        """Nothing runs while parked completions hold what those that wait need: take it from one. False if there is none."""
+        if not (len(self._roster) and len(self._roster.waiting)):
+            return False
+        self._roster.preempt(self._roster.choose_victim())
+        return True
 
     def _grant(self) -> tuple[IntArray, IntArray]:
         """Running slots that have something to compute, and how many tokens each gets."""

@@ -14,7 +14,7 @@ class WaitingQueue:
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[float, ...], int, int, RequestState]] = []
+        self._heap: list[tuple[tuple[float, ...], int, int, int, RequestState]] = []
         self._count = 0
         self._pushed = 0
 
@@ -25,17 +25,17 @@ class WaitingQueue:
         state.status = Status.WAITING
         self._count += 1
         self._pushed += 1
-        heapq.heappush(self._heap, (self._policy.key(state), state.arrival, state.index, state))
+        heapq.heappush(self._heap, (self._policy.key(state), state.arrival, state.index, self._pushed, state))
 
     def peek(self) -> RequestState | None:
-        while self._heap and self._heap[0][3].status is not Status.WAITING:
+        while self._heap and self._heap[0][-1].status is not Status.WAITING:
             heapq.heappop(self._heap)
-        return self._heap[0][3] if self._heap else None
+        return self._heap[0][-1] if self._heap else None
 
     def pop(self) -> RequestState:
         """Take out what `peek` gave."""
         self._count -= 1
-        return heapq.heappop(self._heap)[3]
+        return heapq.heappop(self._heap)[-1]
 
     def discard(self, state: RequestState) -> None:
         """The request ends while it waits."""
@@ -44,4 +44,4 @@ class WaitingQueue:
         self._count -= 1
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (entry[3] for entry in self._heap if entry[3].status is Status.WAITING)
+        return (entry[-1] for entry in self._heap if entry[-1].status is Status.WAITING)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
-from octavo.core.api.errors import OutOfMemory, UsageError
+from octavo.core.api.errors import UsageError
 from octavo.core.engine.beam_search import BeamSearchParams
 
 NUM_TOKENS = 12
@@ -122,12 +122,16 @@ def test_wrong_parameters_are_refused(values: Any, message: str) -> None:
         BeamSearchParams(**values)
 
 
-def test_beams_that_have_no_room_are_refused_and_leave_nothing(llama: Any) -> None:
+def test_beams_that_have_no_room_together_take_turns(llama: Any) -> None:
     params = BeamSearchParams(beam_width=8, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with open_engine(llama[0], num_blocks=7) as llm:
-        with pytest.raises(OutOfMemory, match="no room for 8 beams"):
-            llm.beam_search([prompts()[2]], params)
-        assert llm.reset_prefix_cache()
+    found = []
+    for num_blocks in (7, 200):
+        with open_engine(llama[0], num_blocks=num_blocks) as llm:
+            (output,) = llm.beam_search([prompts()[2]], params)
+            found.append([sequence.tokens for sequence in output.sequences])
+            assert (llm.front.core.stats().preemptions_total > 0) == (num_blocks == 7)
+            assert llm.reset_prefix_cache()
+    assert found[0] == found[1]
 
 
 def test_more_beams_than_may_run_are_refused(llama: Any) -> None:
