@@ -19,6 +19,8 @@ def check_request(request: Request, config: SchedulerConfig, kv: KVCacheManager,
         )
     if new < 1:
         raise UsageError(f"max_tokens must be at least 1, not {new}")
+    if not isinstance(request.priority, int):
+        raise UsageError(f"priority must be a whole number, not {request.priority!r}")
     total = min(prompt + new, max_model_len) - 1  # the last token is never written
     budget = config.max_num_batched_tokens
     if not config.enable_chunked_prefill and total > budget:

@@ -215,6 +215,7 @@ class Harness:
         while self.scheduler.has_unfinished():
             planned = self.plan()
             if not planned and not self.plans and self.awaiting:
+                assert not self.scheduler.stats().num_waiting, "parked completions keep others from running"
                 for key in sorted(self.awaiting):
                     self.advance(key)
                 continue

@@ -438,3 +438,11 @@ def test_only_a_parked_completion_can_be_forked() -> None:
 
 def test_default_victims_follow_the_policy_key() -> None:
     assert FirstComeFirstServed().victim_key.__func__ is SchedulingPolicy.victim_key
+
+
+@pytest.mark.parametrize("priority", ["high", 0.5, float("nan"), None])
+def test_a_priority_that_has_no_order_is_refused(priority: object) -> None:
+    harness = Harness([full_group(20)], policy=Priority())
+    with pytest.raises(UsageError, match="priority must be a whole number"):
+        harness.add(make_request("a", [1, 2], priority=priority))  # type: ignore[arg-type]
+    assert not harness.scheduler.has_unfinished()
