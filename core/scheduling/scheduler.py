@@ -85,8 +85,8 @@ class Scheduler:
         for index in range(request.index + 1, request.index + request.sampling.n):
             first.forks.append(RequestState(request, index, self._num_arrivals, self._arrays, prefix, Status.PENDING))
         self._num_arrivals += 1
+        self._waiting.push(first)  # may fail, in the policy
         self._requests[request.request_id] = [first, *first.forks]
-        self._waiting.push(first)
         self._admission.retry()
 
     def abort(self, request_id: str) -> list[FinishedRequest]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
+from octavo.core.api.errors import PluginError
 from octavo.core.api.scheduling import SchedulingPolicy
 from octavo.core.scheduling.state import RequestState, Status
 
@@ -22,10 +23,16 @@ class WaitingQueue:
         return self._count
 
     def push(self, state: RequestState) -> None:
+        """Raises `PluginError`, and queues nothing, when the policy gives no key."""
+        try:
+            key = self._policy.key(state)
+        except Exception as error:
+            name, why = type(self._policy).__name__, f"{type(error).__name__}: {error}"
+            raise PluginError(f"scheduling policy {name} gave no key for request {state.request_id!r}: {why}") from error
         state.status = Status.WAITING
         self._count += 1
         self._pushed += 1
-        heapq.heappush(self._heap, (self._policy.key(state), state.arrival, state.index, self._pushed, state))
+        heapq.heappush(self._heap, (key, state.arrival, state.index, self._pushed, state))
 
     def peek(self) -> RequestState | None:
         while self._heap and self._heap[0][-1].status is not Status.WAITING:

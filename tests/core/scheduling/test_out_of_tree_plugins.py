@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import Harness, make_request
+from harness import Harness, full_group, make_request
 
+from octavo.core.api.errors import PluginError
 from octavo.core.api.kv_cache import FullAttention, KVGroupInfo
+from octavo.core.api.scheduling import SchedulingPolicy
 
 MANIFEST = """
 [plugin]
@@ -147,3 +149,18 @@ def test_our_own_policies_and_proposer_are_plugins_too() -> None:
     assert names <= {(entry.kind, entry.name) for entry in installed().entries}
     assert installed().load("proposer", "ngram").location == "engine"
     assert installed().load("scheduling_policy", "priority").name == "priority"
+
+
+class KeylessPolicy(SchedulingPolicy):
+    name = "keyless"
+
+    def key(self, request: object) -> tuple[float, ...]:
+        raise KeyError("deadline")
+
+
+def test_a_policy_that_fails_refuses_the_request_with_a_typed_error_and_leaves_nothing() -> None:
+    harness = Harness([full_group(20)], policy=KeylessPolicy())
+    with pytest.raises(PluginError, match="scheduling policy KeylessPolicy gave no key for request 'a': KeyError: 'deadline'"):
+        harness.add(make_request("a", [1, 2]))
+    assert not harness.scheduler.has_unfinished()
+    assert not harness.scheduler.stats().num_waiting
