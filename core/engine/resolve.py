@@ -27,6 +27,7 @@ from octavo.core.discovery.grouping import attention_groups, resolved
 from octavo.core.discovery.loading import root_cause
 from octavo.core.discovery.op_selection import OpChoice, select_ops
 from octavo.core.discovery.selection import Choice, Report, refusal, select
+from octavo.core.engine.host_lengths import with_exact_lengths
 from octavo.core.engine.torch_import import import_torch
 
 if TYPE_CHECKING:
@@ -245,8 +246,9 @@ def _settle_on(
     ops = select_ops(config, registry.entries, entry, groups, arch=device.arch)
     config = config.with_value("plugins.op", MappingProxyType(dict(ops.chosen)))
     config, without = _without_chunk_context(config, registry, chosen.attention)
+    config, in_turn = with_exact_lengths(config, registry, chosen.attention)
     _assert_supports(registry, groups, chosen.attention, device.arch)
-    notices = (*log.notices, *choice.report.notices, *ops.notices, *without, *_without_scales(kv_dtype, model))
+    notices = (*log.notices, *choice.report.notices, *ops.notices, *without, *in_turn, *_without_scales(kv_dtype, model))
     report = replace(choice.report, notices=tuple(dict.fromkeys(notices)), proposals=tuple(log.proposals))
     rejected = tuple(_ask(platform, "reject", lambda: platform.reject(config)))
     if rejected:

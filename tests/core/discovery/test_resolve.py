@@ -34,7 +34,7 @@ dtypes = ["float32", "bfloat16"]
 kv_dtypes = ["float32", "bfloat16", "int8"]
 head_sizes = { multiple_of = 8 }
 block_sizes = { multiple_of = 16 }
-features = ["causal", "gqa", "chunk_context", "mixed_batch"]
+features = ["causal", "gqa", "chunk_context", "mixed_batch", "multi_token_decode"]
 """
 ATTENTION = """
 from octavo.plugins.attention.reference.backend import ReferenceAttention
@@ -48,14 +48,14 @@ class Attention(ReferenceAttention):
 def acme(local_plugins: Any, tiny_llama: Path) -> Any:
     """Install a platform with the body given, and resolve the tiny model on it."""
 
-    def run(body: str, **options: Any) -> Any:
+    def run(body: str, declared: str = "", **options: Any) -> Any:
         points = {
             "octavo.platforms": {"acme": "acme_octavo.platform:Platform"},
             "octavo.attention_backends": {"acme-attention": "acme_octavo.attention:Attention"},
         }
         lines = "".join(f"    {line}\n" for line in body.splitlines())
         files = {"platform.py": HEAD + lines, "attention.py": ATTENTION}
-        local_plugins.add("acme-octavo", manifest=MANIFEST, files=files, entry_points=points)
+        local_plugins.add("acme-octavo", manifest=MANIFEST + declared, files=files, entry_points=points)
         return resolve(EngineConfig.from_flat(**{"model": str(tiny_llama), "platform": "acme", **options}))
 
     return run
@@ -176,6 +176,39 @@ def test_asking_such_a_platform_for_asynchronous_scheduling_is_refused(acme: Any
     body = "def __init__(self):\n    self.capabilities = PlatformCapabilities(async_scheduling=False)"
     with pytest.raises(SelectionError, match=r"'acme' runs one step at a time.*; leave async_scheduling out"):
         acme(body, async_scheduling=True)
+
+
+EXACT = "needs_host_lengths = true\n"
+
+
+def test_a_backend_that_needs_host_lengths_gets_no_step_planned_over_one_with_guesses(
+    acme: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = acme("pass", EXACT, speculative="ngram")
+    assert found.config.scheduler.async_scheduling is False
+    assert found.choice.report.notices == (
+        "async_scheduling turned off: acme-attention needs exact lengths on the host, and speculative=ngram leaves them open",
+    )
+    monkeypatch.setattr(resolving, "_LAST", None)  # as in another process
+    again = resolve(EngineConfig.from_flat(**found.config.flat()))
+    assert again.config == found.config
+    assert again.choice.report.notices == ()
+
+
+def test_planning_over_guesses_is_refused_where_a_backend_needs_host_lengths(acme: Any) -> None:
+    with pytest.raises(SelectionError, match=r"acme-attention needs exact lengths on the host.*; leave async_scheduling out"):
+        acme("pass", EXACT, speculative="ngram", async_scheduling=True)
+
+
+@pytest.mark.parametrize(
+    ("declared", "options"),
+    [("", {"speculative": "ngram"}), (EXACT, {}), (EXACT, {"async_scheduling": True})],
+    ids=["not needed", "no guesses", "no guesses, asked for"],
+)
+def test_steps_overlap_where_the_host_knows_the_lengths_or_need_not(acme: Any, declared: str, options: dict[str, Any]) -> None:
+    found = acme("pass", declared, **options)
+    assert found.config.scheduler.async_scheduling is options.get("async_scheduling")
+    assert not found.choice.report.notices
 
 
 def test_a_cache_of_8_bits_without_scales_is_warned_of(acme: Any) -> None:
