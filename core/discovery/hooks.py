@@ -93,6 +93,9 @@ class Hooks:
     def _register(self, name: str, plugin: Any) -> Any:
         try:
             instance = plugin() if isinstance(plugin, type) else plugin
+        except (Exception, SystemExit) as error:
+            raise PluginUnavailable(f"hook {name!r} failed in __init__(): {error_text(error)}") from error
+        try:
             self._manager.register(instance, name)
             self._manager.check_pending()
         except pluggy.PluginValidationError as error:
@@ -116,14 +119,14 @@ class Hooks:
             begin_s = time.perf_counter()
             try:
                 results = one.call(**arguments)
-            except Exception as error:  # noqa: BLE001 - a plugin's failure is reported here and goes no further
+            except (Exception, SystemExit, GeneratorExit) as error:  # noqa: BLE001 - reported here
                 self._disable(one.plugin, hook, error)
                 continue
             self._note_time(one.plugin, hook, time.perf_counter() - begin_s)
             answers += [(one.plugin, result) for result in results]
         return answers
 
-    def _disable(self, plugin: str, hook: str, error: Exception) -> None:
+    def _disable(self, plugin: str, hook: str, error: BaseException) -> None:
         """Take the plugin out of every hook."""
         self._errors[plugin] += 1
         for hooks in self._hooks.values():
@@ -147,5 +150,5 @@ class Hooks:
             )
 
 
-def _debugging(error: Exception) -> Exception | None:
+def _debugging(error: BaseException) -> BaseException | None:
     return error if environment.debug() or logger.isEnabledFor(logging.DEBUG) else None

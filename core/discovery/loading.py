@@ -42,7 +42,7 @@ def platform_instance(entry: PluginEntry) -> Any:
     if entry.instance is None:
         try:
             entry.instance = cls()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             entry.state, entry.reason, entry.traceback = "failed-to-load", root_cause(error), traceback.format_exc()
             raise unavailable(entry) from error
     return entry.instance

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from octavo.core.api.errors import EngineError, OctavoError, PluginError, UsageError
 from octavo.core.api.executor import Executor, ExecutorInfo, WorkerMethod
 from octavo.core.api.kv_cache import CustomSpec, KVManager
 from octavo.core.api.scheduling import FinishedRequest, FinishReason, Request, SchedulerStats, StepOutput, StepPlan, StepResult
+from octavo.core.discovery.loading import root_cause
+from octavo.core.discovery.wording import error_text
+from octavo.core.engine.checked import asked, made, policy, proposer
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from octavo.core.scheduling import Scheduler
 
 __all__ = ["EngineCore", "assemble_core", "start_core"]
+
+logger = logging.getLogger("octavo")
 
 
 class EngineCore:
@@ -99,7 +105,7 @@ class EngineCore:
         """
         self._check_alive()
         started_s = time.perf_counter()
-        while len(self._in_flight) < self._max_in_flight and (plan := self._scheduler.schedule()) is not None:
+        while len(self._in_flight) < self._max_in_flight and (plan := self._plan()) is not None:
             self._in_flight.append(self._submit(plan))
         if not self._in_flight:
             return None
@@ -137,24 +143,47 @@ class EngineCore:
         if self._stopped:
             return
         self._stopped = True
-        self._executor.shutdown()
+        try:
+            self._executor.shutdown()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - an outsider's: the engine ends all the same
+            logger.error("%s failed in shutdown(): %s", self._who, error_text(error))
         if self._hooks:
             self._hooks.call("octavo_engine_stopped")
+
+    def _plan(self) -> StepPlan | None:
+        """The next step. A policy or proposer that fails leaves it half planned: the engine is then stopped."""
+        try:
+            return self._scheduler.schedule()
+        except Exception as error:  # noqa: BLE001 - raised as a typed error
+            self._fail(error)
 
     def _submit(self, plan: StepPlan) -> Future[StepResult]:
         """Hand a plan to the executor. One that it doesn't take can't be planned again: the engine is then stopped."""
         try:
-            return self._executor.execute(plan)
-        except Exception as error:  # noqa: BLE001 - raised as a typed error
+            future: Any = self._executor.execute(plan)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised as a typed error
             self._fail(error)
+        if not isinstance(future, Future):
+            self._fail(PluginError(f"{self._who} answers execute() with {future!r}, not a Future"))
+        return future
 
     def _land(self) -> StepOutput:
         """Wait for the oldest step and apply its result."""
-        failure = self._in_flight[0].exception()  # may be interrupted: the step stays in flight then
+        try:
+            failure = self._in_flight[0].exception()  # may be interrupted: the step stays in flight then
+        except CancelledError as error:
+            failure = error
         future = self._in_flight.popleft()
         if failure is not None:
             self._fail(failure)
-        return self._scheduler.update(future.result())
+        result: Any = future.result()
+        if not isinstance(result, StepResult) or result.sampled.dtype.kind != "i":
+            self._fail(PluginError(f"{self._who} completes a step with {result!r}, not a StepResult of token ids"))
+        return self._scheduler.update(result)
+
+    @property
+    def _who(self) -> str:
+        return f"executor {self.config.plugins.executor!r}"
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -165,7 +194,7 @@ class EngineCore:
     def _fail(self, failure: BaseException) -> NoReturn:
         """Stop for good; raises the failure as a typed error."""
         known = isinstance(failure, OctavoError)
-        error = failure if known else EngineError(f"a step failed: {type(failure).__name__}: {failure}")
+        error = failure if known else EngineError(f"a step failed: {root_cause(failure)}")
         assert isinstance(error, OctavoError)
         self._failure = error
         self._in_flight.clear()
@@ -181,9 +210,12 @@ def start_core(config: EngineConfig, *, hooks: Hooks | None = None) -> EngineCor
     started_s = time.perf_counter()
     hooks = Hooks.load(installed(), config) if hooks is None else hooks
     hooks.call("octavo_configure", config=config)
-    executor: Executor = installed().load("executor", config.plugins.executor)()
+    name = config.plugins.executor
+    executor: Executor = made(installed(), "executor", name)
     try:
-        info = executor.start(config)
+        info: Any = asked(f"executor {name!r}", "start()", lambda: executor.start(config))
+        if not isinstance(info, ExecutorInfo):
+            raise PluginError(f"executor {name!r} answers start() with {info!r}, not an ExecutorInfo")
         core = assemble_core(config, executor, info, hooks)
     except BaseException:
         executor.shutdown()
@@ -217,13 +249,13 @@ def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, 
         prefix_hash=config.cache.prefix_hash,
         managers=_kv_managers(registry, info),
     )
-    proposer = config.scheduler.speculative
+    guesser = config.scheduler.speculative
     scheduler = Scheduler(
         config.scheduler,
         kv,
         max_model_len=max_model_len,
-        policy=registry.load("scheduling_policy", config.scheduler.scheduling_policy)(),
-        proposer=None if proposer is None else registry.load("proposer", proposer)(),
+        policy=policy(registry, config.scheduler.scheduling_policy),
+        proposer=None if guesser is None else proposer(registry, guesser, info.vocab_size),
         max_in_flight=max_in_flight,
     )
     return EngineCore(

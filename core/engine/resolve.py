@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.core.api.attention import DTYPE_BYTES, AttentionGroup, CacheBackend
 from octavo.core.api.errors import OctavoError, PluginError, PluginNotFound, PluginUnavailable, SelectionError, UsageError
-from octavo.core.api.manifest import PluginKind
+from octavo.core.api.manifest import PluginKind, Reason, Verdict
 from octavo.core.api.models import CausalLM
 from octavo.core.api.ops import OPS
 from octavo.core.api.platform import ConfigChange, DeviceInfo, Platform
@@ -180,7 +180,7 @@ def _settle(config: EngineConfig, registry: Registry, model: type[CausalLM], spe
 
 def _apply_proposals(config: EngineConfig, shown: EngineConfig, platform: Platform, log: _Log) -> EngineConfig:
     """``config`` with what the platform asks for; what the operator set himself stays."""
-    for change in _ask(platform, "propose", lambda: platform.propose(shown)):
+    for change in _ask_for(platform, "propose", ConfigChange, lambda: platform.propose(shown)):
         _check_change(platform, change, shown)
         if shown.get(change.path) == change.value:
             continue
@@ -220,8 +220,17 @@ def _ask(platform: Platform, method: str, call: Callable[[], _T]) -> _T:
         return call()
     except OctavoError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"platform {platform.name!r} failed in {method}(): {root_cause(error)}") from error
+
+
+def _ask_for(platform: Platform, method: str, kind: type[_T], call: Callable[[], Iterable[_T]]) -> tuple[_T, ...]:
+    """The platform's answer, a list of ``kind``. Raises `PluginError` naming it when it raises or answers something else."""
+    answer = _ask(platform, method, lambda: tuple(call()))
+    for item in answer:
+        if not isinstance(item, kind):
+            raise PluginError(f"platform {platform.name!r} answers {method}() with {item!r}, not a {kind.__name__}")
+    return answer
 
 
 def _settle_on(
@@ -250,7 +259,7 @@ def _settle_on(
     _assert_supports(registry, groups, chosen.attention, device.arch)
     notices = (*log.notices, *choice.report.notices, *ops.notices, *without, *in_turn, *_without_scales(kv_dtype, model))
     report = replace(choice.report, notices=tuple(dict.fromkeys(notices)), proposals=tuple(log.proposals))
-    rejected = tuple(_ask(platform, "reject", lambda: platform.reject(config)))
+    rejected = _ask_for(platform, "reject", Reason, lambda: platform.reject(config))
     if rejected:
         raise SelectionError(f"platform {platform.name!r} can't run this: {refusal(rejected)}", report=report)
     return _Settled(
@@ -275,7 +284,7 @@ def _explicit(config: EngineConfig, attention: Mapping[str, str], block_size: in
 
 
 def _device(platform: Platform, config: EngineConfig) -> DeviceInfo:
-    devices = {device.index: device for device in _ask(platform, "devices", platform.devices)}
+    devices = {device.index: device for device in _ask_for(platform, "devices", DeviceInfo, platform.devices)}
     index = config.plugins.device
     if index not in devices:
         listed = ", ".join(f"{device.index} ({device.name})" for device in devices.values()) or "none"
@@ -358,7 +367,13 @@ def _assert_supports(
         cls: type[CacheBackend] = registry.load("attention", name)
         if cls.supports.__func__ is CacheBackend.supports.__func__:  # type: ignore[attr-defined]
             continue  # the default asks the manifest itself
-        verdict = cls.supports(group.spec, block_size=group.block_size, arch=arch)
+        verdict: Any
+        try:
+            verdict = cls.supports(group.spec, block_size=group.block_size, arch=arch)
+        except (Exception, SystemExit) as error:
+            raise PluginError(f"attention backend {name!r} failed in supports(): {root_cause(error)}") from error
+        if not isinstance(verdict, Verdict):
+            raise PluginError(f"attention backend {name!r} answers supports() with {verdict!r}, not a SupportVerdict")
         if not verdict:
             manifest = registry.find("attention", name).manifest
             raise PluginError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from octavo.core.api.errors import EngineError, OctavoError
 from octavo.core.api.executor import ExecutorInfo, Worker, WorkerMethod
 from octavo.core.api.scheduling import StepPlan, StepResult
+from octavo.core.discovery.loading import root_cause
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -164,5 +165,5 @@ def _typed(what: str, action: Callable[[], _T]) -> _T:
         return action()
     except OctavoError:
         raise
-    except Exception as error:
-        raise EngineError(f"the worker failed in {what}: {type(error).__name__}: {error}") from error
+    except BaseException as error:  # SystemExit too: on the worker's thread it would end nothing, and leave the step waited for
+        raise EngineError(f"the worker failed in {what}: {root_cause(error)}") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.core.api.errors import BrokenModel, UnsupportedModel
+from octavo.core.api.errors import BrokenModel, PluginError, UnsupportedModel
 from octavo.core.api.manifest import DTYPES, ModelManifest
 from octavo.core.config.model_spec import ModelSpec
 from octavo.core.config.suggest import nearest
@@ -63,17 +63,33 @@ def claim_architecture(
     """The first of the ``named`` architectures that a model plugin claims, with that plugin.
 
     ``attribute`` is the manifest's list to look in: "architectures" or "gguf". Raises `UnsupportedModel`, listing what
-    there is.
+    there is, and `PluginError` when several plugins claim the architecture: nothing says which is meant.
     """
-    known = {name: model for model in models.values() for name in getattr(model, attribute)}
+    known: dict[str, list[ModelManifest]] = {}
+    for model in models.values():
+        for name in dict.fromkeys(getattr(model, attribute)):
+            known.setdefault(name, []).append(model)
     for name in named:
+        if len(known.get(name, ())) > 1:
+            raise PluginError(
+                f"{where}: architecture {name!r} is claimed by the model plugins {' and '.join(_origins(known[name]))}",
+                hint="uninstall all but one",
+            )
         if name in known:
-            return name, known[name]
+            return name, known[name][0]
     wanted = ", ".join(map(repr, named)) or "none"
     raise UnsupportedModel(
         f"{where}: architecture {wanted} isn't supported{nearest(named[0], known) if named else ''}",
         hint=f"supported: {', '.join(sorted(known)) or 'none, as no model plugin is installed'}",
     )
+
+
+def _origins(models: list[ModelManifest]) -> list[str]:
+    """``'llama' (octavo 0.1.0)`` of each."""
+    from octavo.core.discovery import installed
+
+    origins = {entry.name: f" ({entry.origin})" for entry in installed().of_kind("model")}
+    return [f"{model.name!r}{origins.get(model.name, '')}" for model in models]
 
 
 def model_spec(raw: Mapping[str, Any], *, where: str, architecture: str, plugin: str) -> ModelSpec:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from octavo.core.api.attention import (
     AttentionBackend,
@@ -17,7 +17,9 @@ from octavo.core.api.attention import (
 )
 from octavo.core.api.errors import OctavoError, Unsupported
 from octavo.core.api.platform import Array
+from octavo.core.discovery.loading import root_cause
 from octavo.core.layers.context import LayerCache
+from octavo.core.worker.named import allocated, is_out_of_memory, named
 
 __all__ = ["GroupCaches"]
 
@@ -32,7 +34,7 @@ class GroupCaches:
         self.runs: dict[int, str] = {}
         self.num_bytes = 0
         own = [index for index in group.layers if params[index].kv_source_layer is None]
-        buffers = backend.allocate_kv(num_units) if own else ()
+        buffers = allocated(backend, num_units, group.layers, own) if own else ()
         self.num_bytes = backend.kv_format().bytes_per_unit * num_units * len(buffers)
         # A backend gives one cache a layer, and may leave out those that share another's.
         layers = group.layers if len(buffers) == len(group.layers) else own
@@ -52,7 +54,7 @@ class GroupCaches:
 
     def plan(self, batch: GroupBatch) -> None:
         """Plan the step, once for all layers."""
-        plan = self.backend.plan(batch)
+        plan = named(f"attention backend {self.backend.manifest.name!r}", "plan()", lambda: self.backend.plan(batch))
         for layer in self.layers:
             layer.plan = plan
 
@@ -78,21 +80,33 @@ class _FirstRun:
             result = self._backend.forward(q, k, v, kv, plan, params, out)
         except OctavoError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if is_out_of_memory(error):
+                raise
             raise Unsupported(
                 f"attention backend {name!r} failed in layer {index}, which its manifest declares to support "
-                f"({spec.kind}, head_dim {spec.head_dim}, {spec.dtype}, KV {spec.kv_dtype}): {type(error).__name__}: {error}",
+                f"({spec.kind}, head_dim {spec.head_dim}, {spec.dtype}, KV {spec.kv_dtype}): {root_cause(error)}",
                 hint="choose another with --attention-backend, and tell the backend's makers",
             ) from error
-        expected = (q.shape[0], spec.num_heads, spec.head_dim_v)
-        if tuple(result.out.shape) != expected or result.out.dtype != q.dtype:
-            raise Unsupported(
-                f"attention backend {name!r} gave {tuple(result.out.shape)} {result.out.dtype} in layer {index}, "
-                f"expected {expected} {q.dtype}"
-            )
+        given = _described(result)
+        expected = f"{(q.shape[0], spec.num_heads, spec.head_dim_v)} {q.dtype} on {q.device}"
+        if given != expected:
+            raise Unsupported(f"attention backend {name!r} gave {given} in layer {index}, expected {expected}")
         self._caches.runs[index] = name
         self._layer.backend = self._backend
         return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
+
+
+def _described(result: Any) -> str:
+    """Shape, dtype and device of what a backend gave; its type where it isn't an array with a cache."""
+    if not isinstance(result, AttentionResult):
+        return f"a {type(result).__name__}, no AttentionResult,"
+    out, kv = result.out, cast("Any", result.kv)
+    if not all(hasattr(out, name) for name in ("shape", "dtype", "device")):
+        return f"a {type(out).__name__}"
+    if not isinstance(kv, Mapping):
+        return f"a {type(kv).__name__} as its cache"
+    return f"{tuple(out.shape)} {out.dtype} on {out.device}"

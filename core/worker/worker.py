@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from octavo.core.api.attention import DTYPE_BYTES, AttentionBackend
-from octavo.core.api.errors import EngineError, OctavoError, OutOfMemory, PluginError, UsageError
+from octavo.core.api.attention import DTYPE_BYTES, AttentionBackend, AttentionGroup
+from octavo.core.api.errors import EngineError, OutOfMemory, PluginError, UsageError
 from octavo.core.api.executor import Worker, WorkerInfo, WorkerMethod
 from octavo.core.api.kv_cache import KVGroupInfo
 from octavo.core.api.models import BuildContext, CausalLM
@@ -20,6 +20,7 @@ from octavo.core.discovery import installed
 from octavo.core.worker.caches import GroupCaches
 from octavo.core.worker.memory import activation_bytes, cache_allowance_bytes, kv_specs, settle_blocks
 from octavo.core.worker.model_runner import ModelRunner, RunnerLimits
+from octavo.core.worker.named import free_memory, is_out_of_memory, kv_format, named
 from octavo.core.worker.pending import PendingStep
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["DeviceWorker", "load_ops", "make_worker"]
 
 _T = TypeVar("_T")
+_WORKER = ("load", "kv_groups", "allocate", "execute", "call", "close")
+"""What an `octavo.core.api.executor.Worker` can be asked."""
 
 
 def make_worker(config: EngineConfig, rank: int, device: int) -> Worker:
@@ -38,8 +41,17 @@ def make_worker(config: EngineConfig, rank: int, device: int) -> Worker:
     if name is None:
         raise UsageError("a worker needs a resolved configuration: its platform is still open")
     platform: Platform = installed().platform(name)
-    factory = platform.worker_factory()
-    return DeviceWorker(config, rank, device) if factory is None else factory(config, rank, device)
+    who = f"platform {name!r}"
+    factory = named(who, "worker_factory()", platform.worker_factory)
+    if factory is None:
+        return DeviceWorker(config, rank, device)
+    worker = named(who, "making its worker", lambda: factory(config, rank, device))
+    lacking = [
+        method for method in ("load", "kv_groups", "allocate", "execute", "call", "close") if not hasattr(worker, method)
+    ]
+    if lacking:
+        raise PluginError(f"{who} made {worker!r}, which is no Worker: it lacks {', '.join(lacking)}")
+    return worker
 
 
 class DeviceWorker:
@@ -67,7 +79,7 @@ class DeviceWorker:
         specs = kv_specs(loaded.resolved.groups, loaded.backends, loaded.model.layer_params())
         if config.cache.num_blocks is not None:
             return settle_blocks(specs, config, 0)
-        return settle_blocks(specs, config, cache_allowance_bytes(config, loaded.platform.memory(), activations))
+        return settle_blocks(specs, config, cache_allowance_bytes(config, free_memory(loaded.platform), activations))
 
     def allocate(self, groups: tuple[KVGroupInfo, ...]) -> WorkerInfo:
         """Allocate the caches of the groups given, and make ready to run. Raises `OutOfMemory`."""
@@ -145,7 +157,7 @@ class DeviceWorker:
         return {"host_to_device": transfers.host_to_device, "device_to_host": transfers.device_to_host}
 
     def _kv_memory(self) -> Mapping[str, int]:
-        memory = self._need_loaded().platform.memory()
+        memory = free_memory(self._need_loaded().platform)
         kv_bytes = sum(group.num_bytes for group in self._groups)
         return {"kv_bytes": kv_bytes, "free_bytes": memory.free_bytes, "peak_bytes": memory.peak_bytes}
 
@@ -159,10 +171,10 @@ class _Loaded:
         self.config = config = resolved.config
         assert config.plugins.platform is not None, "resolve() makes every choice explicit"
         self.platform: Platform = registry.platform(config.plugins.platform)
-        self.platform.bind(device)
+        named(f"platform {self.platform.name!r}", "bind()", lambda: self.platform.bind(device))
         backend_of = resolved.choice.chosen.attention
         self.backends: Sequence[AttentionBackend] = [
-            registry.load("attention", backend_of[group.name])(group, self.platform) for group in resolved.groups
+            _backend(registry.load("attention", backend_of[group.name]), group, self.platform) for group in resolved.groups
         ]
         self.ops: Ops = load_ops(resolved.ops.chosen, self.platform)
         model: type[CausalLM] = registry.load("model", resolved.spec.model_plugin)
@@ -175,13 +187,20 @@ class _Loaded:
             parallel=ParallelContext(),
             max_model_len=max_model_len,
         )
-        free_before = self.platform.memory().free_bytes
+        free_before = free_memory(self.platform).free_bytes
         with torch.no_grad():
             self.model = model(resolved.spec, resolved.source.weights(), build)
-        self.weights_bytes = max(free_before - self.platform.memory().free_bytes, 0)
+        self.weights_bytes = max(free_before - free_memory(self.platform).free_bytes, 0)
 
     def named_backends(self) -> Sequence[tuple[Any, AttentionBackend]]:
         return list(zip(self.resolved.groups, self.backends, strict=True))
+
+
+def _backend(cls: type[AttentionBackend], group: AttentionGroup, platform: Platform) -> AttentionBackend:
+    """The backend of one group, with a cache format that can be used. Raises `PluginError`."""
+    backend = named(f"attention backend {cls.manifest.name!r}", "__init__()", lambda: cls(group, platform))
+    kv_format(backend)
+    return backend
 
 
 def load_ops(chosen: Mapping[str, str], platform: Platform) -> Ops:
@@ -204,12 +223,9 @@ def _offer(
     name: str, target: Callable[[Platform], Mapping[str, Any]], declared: Sequence[str], platform: Platform
 ) -> Mapping[str, Any]:
     """What an ops plugin gives, checked against what its manifest says."""
-    try:
-        offer = target(platform)
-    except OctavoError:
-        raise
-    except Exception as error:
-        raise PluginError(f"ops plugin {name!r} failed: {type(error).__name__}: {error}") from error
+    offer = named(f"ops plugin {name!r}", "making its ops", lambda: target(platform))
+    if not isinstance(offer, Mapping):
+        raise PluginError(f"ops plugin {name!r} gives {offer!r}, not ops by name")
     if set(offer) != set(declared):
         raise PluginError(
             f"ops plugin {name!r} gives {', '.join(sorted(offer)) or 'nothing'}, its manifest declares "
@@ -223,10 +239,7 @@ def _guard_memory(what: str, action: Callable[[], _T], *, hint: str = "use a sma
     """``action()``, with an allocator's failure as `OutOfMemory`."""
     try:
         return action()
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise OutOfMemory(f"no memory for {what}: {error}", hint=hint) from error
-    except RuntimeError as error:
-        # The host's allocator has no exception of its own.
-        if "can't allocate memory" in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
             raise OutOfMemory(f"no memory for {what}: {error}", hint=hint) from error
         raise
