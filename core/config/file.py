@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from octavo.core.api.errors import UsageError
 from octavo.core.config.engine import EngineConfig
 from octavo.core.config.suggest import nearest
+from octavo.core.config.toml import parse_toml
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
@@ -18,10 +18,10 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     ``block_size = 32`` and ``[cache] block_size = 32`` say the same; ``attention_backend`` and ``op`` may be tables.
     """
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data = parse_toml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"config file {path} can't be read: {getattr(error, 'strerror', None) or error}") from error
-    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: a number of 5,000 digits is a ValueError
+    except ValueError as error:
         raise UsageError(f"config file {path} isn't TOML: {error}") from error
     options: dict[str, Any] = {}
     homes = {option.name.replace("-", "_"): part for part, option in EngineConfig.options()}

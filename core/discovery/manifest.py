@@ -6,7 +6,6 @@ Every mistake is one line that names the file and the key. `parse_manifest` rais
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from octavo.core.api.errors import ManifestError
 from octavo.core.api.manifest import ENTRY_POINT_GROUPS, AttentionManifest, PlatformManifest, PluginManifest, SimpleManifest
 from octavo.core.config.suggest import nearest
+from octavo.core.config.toml import parse_toml
 from octavo.core.discovery.manifest_tables import PLUGIN, SIMPLE, TABLES
 from octavo.core.discovery.values import NAME, Problems
 
@@ -70,11 +70,9 @@ def _error(path: str, problems: Problems) -> ManifestError:
 
 def _parse(text: str, path: str, problems: Problems) -> PluginManifest | None:
     try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: a number of 5,000 digits is a ValueError
+        data = parse_toml(text)
+    except ValueError as error:
         raise ManifestError(f"{path}: isn't TOML: {error}") from error
-    if _has_huge_number(data):
-        raise ManifestError(f"{path}: isn't TOML: a whole number has more than 64 bits")
     known = ("plugin", *ENTRY_POINT_GROUPS)
     for name in data:
         if name not in known:
@@ -101,20 +99,6 @@ def _parse(text: str, path: str, problems: Problems) -> PluginManifest | None:
         models=entries.pop("model", {}),
         others=entries,
     )
-
-
-def _has_huge_number(data: Any) -> bool:
-    """Whether a whole number is longer than TOML allows: Python reads it, but can't print it in a message."""
-    left = [data]
-    while left:  # no recursion: a key may have thousands of dots
-        value = left.pop()
-        if isinstance(value, Mapping):
-            left.extend(value.values())
-        elif isinstance(value, list):
-            left.extend(value)
-        elif isinstance(value, int) and value.bit_length() > 63:
-            return True
-    return False
 
 
 def _version(text: str) -> tuple[int, int]:

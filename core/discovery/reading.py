@@ -33,6 +33,7 @@ def read_entries() -> Sequence[PluginEntry]:
             reader.add(kinds[point.group], point)
     entries = [*reader.entries, *reader.without_entry_point()]
     _mark_rivals(entries)
+    _mark_shadows(entries)
     return sorted(entries, key=lambda entry: (list(ENTRY_POINT_GROUPS).index(entry.kind), entry.name, entry.distribution))
 
 
@@ -224,3 +225,16 @@ def _mark_twins(group: Sequence[PluginEntry]) -> None:
     for entry in group:
         entry.state = "incompatible"
         entry.reason = f"{entry.origin} has {len(group)} entry points of this name, {targets}; it must have one: reinstall it"
+
+
+def _mark_shadows(entries: Sequence[PluginEntry]) -> None:
+    """Commands named like one of ``octavo``'s own, which have no entry points to be rivals with: never used, and told so."""
+    commands = [entry for entry in entries if entry.kind == "command"]
+    if not commands:
+        return
+    from octavo.core.cli.main import COMMANDS
+
+    for entry in commands:
+        if entry.name in COMMANDS:
+            entry.state = "incompatible"
+            entry.reason = f"the command {entry.name!r} is claimed by {entry.origin} and by octavo itself, which keeps it"

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from octavo.core.api.errors import ManifestError, OctavoError, PluginUnavailable
+from octavo.core.api.errors import ManifestError, OctavoError, PluginUnavailable, UsageError
+from octavo.core.config.file import read_config_file
 from octavo.core.discovery import probe_runner
 from octavo.core.discovery.loading import root_cause
 from octavo.core.discovery.manifest import MAX_BYTES, parse_manifest, read_manifest
@@ -152,3 +153,20 @@ def test_text_of_plugins_is_made_fit_for_one_line() -> None:
     assert first_cause(_circle()).args == ("second",)
     assert root_cause(OctavoError("l" * (LONGEST + 1))) == "l" * (LONGEST + 1), "our own text is kept whole"
     assert os.linesep not in error_text(OSError("a\nb"))
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "0x" + "f" * 5000, str(2**63), "[" * 5000 + "]" * 5000])
+def test_a_config_file_with_values_that_break_the_reader_is_a_usage_error(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "octavo.toml"
+    path.write_text(f"block_size = {value}\n")
+    with pytest.raises(UsageError, match=r"config file .*octavo\.toml isn't TOML: "):
+        read_config_file(path)
+
+
+def test_a_command_named_like_one_of_octavo_s_own_names_both_and_is_never_run(local_plugins: Any) -> None:
+    manifest = '[plugin]\nname = "acme"\napi = "1.0"\n[command.backends]\n[command.shapes]\n'
+    points = {"octavo.commands": {"backends": "acme.it:one", "shapes": "acme.it:two"}}
+    local_plugins.add("acme", manifest=manifest, entry_points=points)
+    states = {entry.name: (entry.state, entry.reason) for entry in local_plugins.registry().of_kind("command")}
+    says = "the command 'backends' is claimed by acme 1.0 and by octavo itself, which keeps it"
+    assert states == {"backends": ("incompatible", says), "shapes": ("found", "")}
