@@ -208,7 +208,7 @@ def make_case(
     """Draw a case. ``rows`` are put in decode-first order; the same arguments always give the same case.
 
     ``q_gain`` multiplies q (to make a soft cap bind, or logits huge). Scales other than powers of two need a ``kv_dtype``
-    narrower than ``dtype``, or storing k / k_scale again wouldn't give back the stored value. Cross-attention rows have
+    of 8 bits, or storing k / k_scale again wouldn't give back the stored value. Cross-attention rows have
     ``context_len`` keys and write none.
     """
     generator = torch.Generator().manual_seed(seed)

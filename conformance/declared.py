@@ -146,14 +146,17 @@ def _every_case(manifest: AttentionManifest, seed: int) -> Iterator[Case]:
 
 
 def _kv_pairs(manifest: AttentionManifest, dtypes: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Caches narrower than the activations, whose values a scale makes fit."""
+    """Caches of another dtype than the activations'."""
     for dtype in dtypes:
         for kv_dtype in manifest.kv_dtypes:
-            if kv_dtype not in _FLOATS:
+            if kv_dtype != dtype:
                 yield dtype, kv_dtype
 
 
 def _kv_scenario(kv_dtype: str) -> _Scenario:
+    """8-bit caches with scales that make the values fit; floats as they are, wider or narrower than the activations."""
+    if kv_dtype in _FLOATS:
+        return _scenario(f"kv_{kv_dtype}", _MIXED, kv_dtype=kv_dtype, num_kv_heads=2)
     scale = 0.031 if kv_dtype == "int8" else 0.37
     return _scenario(f"kv_{kv_dtype}", _MIXED, kv_dtype=kv_dtype, k_scale=scale, v_scale=1.7 * scale, num_kv_heads=2)
 

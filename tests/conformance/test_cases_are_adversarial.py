@@ -71,6 +71,17 @@ def test_quantising_the_steps_keys_again_gives_the_stored_ones(kv_dtype: str) ->
     assert torch.equal(quantised.to(stored.dtype).view(torch.uint8), stored.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "float16"])
+def test_a_cache_of_another_float_holds_what_the_step_writes_exactly(dtype: str, kv_dtype: str) -> None:
+    case = make(dtype=dtype, kv_dtype=kv_dtype)
+    _, k, v = case.step_tensors()
+    for new, name in ((k, "k"), (v, "v")):
+        assert new is not None
+        stored = torch.cat([getattr(request, name)[request.num_computed_tokens :] for request in case.inputs])
+        assert torch.equal(new.to(stored.dtype), stored)
+
+
 def test_blocks_wholly_behind_the_window_are_the_null_block() -> None:
     case = make(window=10)
     assert case.block_table[0, :5].tolist()[:3] == [0, 0, 0]  # position 33 sees from 24 on

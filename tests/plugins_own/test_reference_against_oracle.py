@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def test_every_feature_that_is_declared_has_a_case() -> None:
 
 def test_every_dtype_and_kind_that_is_declared_has_a_case() -> None:
     assert {case.spec.dtype for case in CASES} == set(REFERENCE.manifest.dtypes)
-    assert {case.spec.kv_dtype for case in CASES} == set(REFERENCE.manifest.kv_dtypes)
+    pairs = set(product(REFERENCE.manifest.dtypes, REFERENCE.manifest.kv_dtypes))
+    assert {(case.spec.dtype, case.spec.kv_dtype) for case in CASES} == pairs
     assert {case.spec.kind for case in CASES} == set(REFERENCE.manifest.kinds)
 
 
