@@ -141,7 +141,16 @@ class Probes:
 
 
 def _wait(helpers: list[_Helper], deadline: float) -> None:
-    """Until every helper has ended or answered everything, or the deadline has passed."""
+    """Until every helper has ended or answered everything, or the deadline has passed. An interrupt leaves no helper behind."""
+    try:
+        _read_until(helpers, deadline)
+    except BaseException:
+        for helper in helpers:
+            helper.stop()
+        raise
+
+
+def _read_until(helpers: list[_Helper], deadline: float) -> None:
     with selectors.DefaultSelector() as selector:
         for helper in helpers:
             selector.register(helper.results, selectors.EVENT_READ, helper)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from octavo.core.api.errors import ManifestError, OctavoError, PluginUnavailable, UsageError
 from octavo.core.config.file import read_config_file
-from octavo.core.discovery import probe_runner
+from octavo.core.discovery import probe_runner, probes
 from octavo.core.discovery.loading import root_cause
 from octavo.core.discovery.manifest import MAX_BYTES, parse_manifest, read_manifest
 from octavo.core.discovery.probes import Probes
@@ -170,3 +171,16 @@ def test_a_command_named_like_one_of_octavo_s_own_names_both_and_is_never_run(lo
     states = {entry.name: (entry.state, entry.reason) for entry in local_plugins.registry().of_kind("command")}
     says = "the command 'backends' is claimed by acme 1.0 and by octavo itself, which keeps it"
     assert states == {"backends": ("incompatible", says), "shapes": ("found", "")}
+
+
+def test_an_interrupt_while_a_probe_hangs_leaves_no_process_behind(local_plugins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(probes, "_read_until", interrupted)
+    local_plugins.add("acme", manifest=None, files={"hangs.py": "def probe():\n  while True: pass\n"})
+    under_way = Probes({"hangs": "acme.hangs:probe"}, limit_s=10)
+    assert under_way._helper is not None
+    with pytest.raises(KeyboardInterrupt):
+        under_way.outcomes()
+    assert under_way._helper.process.returncode == -signal.SIGKILL
