@@ -147,6 +147,7 @@ def _wait(helpers: list[_Helper], deadline: float) -> None:
     except BaseException:
         for helper in helpers:
             helper.stop()
+            helper.output.close()
         raise
 
 
