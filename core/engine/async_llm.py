@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import itertools
 import logging
+import os
 import queue
 import threading
 import weakref
@@ -175,6 +176,8 @@ class AsyncLLM:
 
         A step that runs is waited for, at most ``timeout_s``; then its worker is stopped under it.
         """
+        if self.front.left_behind:
+            return
         self._commands.put(None)
         self._engine_thread.join(timeout_s)
         if self._engine_thread.is_alive():
@@ -184,6 +187,7 @@ class AsyncLLM:
         _OPEN.discard(self)
 
     def _open(self, request_id: str, request: Request, text: str | None) -> _Stream:
+        self.front.check_process()  # before the lock, which the parent may have held
         with self._lock:
             self._check_running()
             if request_id in self._streams:
@@ -339,3 +343,13 @@ _OPEN: weakref.WeakSet[AsyncLLM] = weakref.WeakSet()
 def _close_all() -> None:
     for llm in list(_OPEN):
         llm.shutdown()
+
+
+def _forget_all() -> None:
+    """In a forked child: the threads that the engines run on exist in the parent alone."""
+    for llm in list(_OPEN):
+        llm.front.left_behind = True
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

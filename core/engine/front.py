@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from octavo.core.api.errors import UsageError
+from octavo.core.api.errors import EngineError, UsageError
 from octavo.core.api.sampling import SamplingParams
 from octavo.core.engine.core import EngineCore, start_core
 from octavo.core.engine.detokenizer import TokenBytes
@@ -38,6 +38,12 @@ class Front:
     tokenizer: Tokenizer
     maker: RequestMaker
     processor: OutputProcessor
+    left_behind: bool = False  # a fork copied this object, but not the threads that the engine runs on
+
+    def check_process(self) -> None:
+        """Raises `EngineError` in a forked child, where a request would be waited for for ever."""
+        if self.left_behind:
+            raise EngineError("the engine runs in the process that this one was forked from", hint="start one after the fork")
 
     def default_sampling_params(self) -> SamplingParams:
         """The model's own defaults (its generation_config), where it has any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,6 +151,7 @@ class LLM:
         Raises `UsageError` also while a `stream` is open: the search would take its tokens.
         """
         self._check_not_paused()
+        self.front.check_process()
         if self.front.processor.requests:
             raise UsageError("beam search runs alone, but a stream is open", hint="read it to its end, or close() it, first")
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0)
@@ -192,7 +194,8 @@ class LLM:
 
     def close(self) -> None:
         """Stop the workers and give their memory back. May be called more than once."""
-        self.front.core.shutdown()
+        if not self.front.left_behind:
+            self.front.core.shutdown()
         _OPEN.discard(self)
 
     def __enter__(self) -> LLM:
@@ -214,6 +217,7 @@ class LLM:
     @contextmanager
     def _running(self, made: Sequence[tuple[Request, str | None]]) -> Iterator[Sequence[RequestState]]:
         """Requests in the engine; what hasn't finished at the end is aborted."""
+        self.front.check_process()
         core, processor = self.front.core, self.front.processor
         states: list[RequestState] = []
         try:
@@ -277,3 +281,13 @@ _OPEN: weakref.WeakSet[LLM] = weakref.WeakSet()
 def _close_all() -> None:
     for llm in list(_OPEN):
         llm.close()
+
+
+def _forget_all() -> None:
+    """In a forked child: the threads that the engines run on exist in the parent alone."""
+    for llm in list(_OPEN):
+        llm.front.left_behind = True
+    _OPEN.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)

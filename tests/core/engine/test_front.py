@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from octavo import LLM, AsyncLLM, SamplingParams
-from octavo.core.api.errors import BrokenModel, UsageError
+from octavo.core.api.errors import BrokenModel, EngineError, UsageError
 from octavo.core.config import EngineConfig
 from octavo.core.loading.tokenizer import Tokenizer
 
@@ -145,3 +147,38 @@ def test_log_probabilities_of_the_whole_vocabulary_add_up_to_one(llm: LLM) -> No
         assert position.keys() == set(range(64))
         assert sum(math.exp(entry.logprob) for entry in position.values()) == pytest.approx(1, abs=1e-4)
         assert {entry.rank for entry in position.values()} == set(range(1, 65))
+
+
+def test_a_forked_child_is_told_that_the_engine_stayed_in_its_parent(llm: LLM, tiny_llama: Path) -> None:
+    other = AsyncLLM(str(tiny_llama), **OPTIONS)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+
+    def fails(call: Callable[[], object]) -> bool:
+        try:
+            call()
+        except EngineError as error:
+            return "start one after the fork" in str(error)
+        return False
+
+    def step_async() -> object:
+        try:
+            other.generate({"prompt_token_ids": [1]}, params, "r").__anext__().send(None)
+        except StopIteration as answer:
+            return answer.value
+        return None
+
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # what hangs must not outlive the test
+        calls = (
+            lambda: llm.generate([1, 2], params),
+            lambda: next(llm.stream({"prompt_token_ids": [1, 2]}, params)),
+            step_async,
+        )
+        good = all(fails(call) for call in calls)
+        llm.close()
+        other.shutdown()
+        os._exit(0 if good else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    other.shutdown()
+    assert llm.generate([1, 2], params)[0].finished
