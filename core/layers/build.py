@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from octavo.core.api.errors import BrokenModel, UnsupportedModel
+from octavo.core.api.errors import BrokenModel, OutOfMemory, UnsupportedModel
 from octavo.core.api.models import BuildContext, WeightSource
 from octavo.core.api.ops import LinearWeight
 from octavo.core.api.platform import Array
@@ -127,7 +127,18 @@ class LayerBuilder:
         return table, LmHead(norm=self.norm(norm, spec.hidden_size), projection=projection, soft_cap=soft_cap)
 
     def rope_table(self, rope: RopeSpec) -> Array:
-        """[max_model_len, rotary_dim] float32 on the device."""
+        """[max_model_len, rotary_dim] float32 on the device.
+
+        Raises `OutOfMemory` where it would take more than a quarter of the free memory: a file may claim any context.
+        """
+        positions = self.build.max_model_len
+        needed_bytes, free_bytes = positions * rope.rotary_dim * 4, self.build.platform.memory().free_bytes
+        if needed_bytes > free_bytes // 4:
+            raise OutOfMemory(
+                f"rotary tables of {positions} positions need {needed_bytes / 2**30:.1f} GiB, "
+                f"{free_bytes / 2**30:.1f} GiB is free and at most a quarter of it may go there",
+                hint="set --max-model-len to what you need",
+            )
         return self.build.platform.from_host(rope_table(rope, self.build.max_model_len))
 
     def _is_table(self, prepared: object) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.backends.cpu.platform import CpuPlatform
-from octavo.core.api.errors import BrokenModel, UnsupportedModel
+from octavo.core.api.errors import BrokenModel, OutOfMemory, UnsupportedModel
 from octavo.core.api.models import BuildContext
 from octavo.core.api.ops import LinearImpl, LinearWeight, ParallelContext, WeightPart
 from octavo.core.config.model_spec import ModelSpec, RopeSpec
@@ -144,3 +144,10 @@ def test_an_embedding_of_another_shape_is_a_broken_model() -> None:
 def test_an_unknown_activation_is_unsupported() -> None:
     with pytest.raises(UnsupportedModel, match="activation 'relu'"):
         builder(Weights(), spec=replace(SPEC, hidden_act="relu")).mlp_block("l")
+
+
+def test_a_context_too_long_for_the_memory_is_refused_before_its_table_is_made() -> None:
+    layers = builder(Weights())
+    layers.build = replace(layers.build, max_model_len=2**40)
+    with pytest.raises(OutOfMemory, match=r"rotary tables of 1099511627776 positions need 16384\.0 GiB.*--max-model-len"):
+        layers.rope_table(SPEC.rope)
