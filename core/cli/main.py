@@ -5,6 +5,7 @@ Exit codes: 0 done; 2 the command or an argument is wrong; 3 refused; 4 not enou
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -138,6 +139,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _end("interrupted", INTERRUPTED)
     except click.ClickException as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # of newer click alone: its message is the help, in many lines
+            click.echo(error.format_message(), err=True)
+            return 2
         return _end(f"error: {error.format_message()}{_where_help(error)}", 2)
     except OctavoError as error:
         return _end(f"error: {error}", error.exit_code)
@@ -146,12 +150,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except MemoryError:
         return _end("error: the host has too little memory", 4)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            return _internal(error)
+        return _end(f"error: can't write: {error.strerror}{f' ({error.filename})' if error.filename else ''}", 1)
     except Exception as error:  # noqa: BLE001 - the last resort: one line, and the traceback with --debug
-        text = f"{type(error).__name__}: {error}"
-        return _end(f"internal error: {text}; --debug shows the traceback", 1)
+        return _internal(error)
+
+
+def _internal(error: Exception) -> int:
+    return _end(f"internal error: {type(error).__name__}: {error}; --debug shows the traceback", 1)
 
 
 def _prepare() -> None:
+    if sys.stdout is None:  # closed by whoever started us; the next file opened would take its place
+        raise OctavoError("standard output is closed", hint="redirect it to a file or to /dev/null")
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine())
     logger = logging.getLogger("octavo")

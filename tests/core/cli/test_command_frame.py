@@ -114,6 +114,15 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text for name in cli.COMMANDS)
 
 
+@pytest.mark.parametrize("group", [[], ["models"], ["bench"], ["plugin"]])
+def test_a_group_alone_shows_its_help_as_help(capsys: pytest.CaptureFixture[str], group: list[str]) -> None:
+    assert cli.main(group) in (0, 2)  # as the click at hand does
+    text = "".join(capsys.readouterr())
+    assert text.startswith(f"Usage: {' '.join(['octavo', *group])} ")
+    assert "error:" not in text
+    assert text.count("\n") > 5
+
+
 def test_help_and_backends_import_neither_torch_nor_numpy() -> None:
     code = (
         "import sys\nfrom octavo.core.cli.main import main\n"
@@ -172,6 +181,18 @@ def test_a_closed_pipe_is_no_error_message() -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(30) == 1
+
+
+@pytest.mark.parametrize(
+    ("redirection", "says"), [(">&-", "standard output is closed"), (">/dev/full", "can't write: No space left on device")]
+)
+def test_output_that_cannot_be_written_is_one_line_and_1(redirection: str, says: str) -> None:
+    code = "import sys; from octavo.core.cli.main import main; sys.exit(main(['backends', '--json']))"
+    shell = ["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, code]
+    done = subprocess.run(shell, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"octavo: error: {says}")
+    assert done.stderr.count("\n") == 1
 
 
 class TestPluginCommands:
