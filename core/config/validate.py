@@ -36,7 +36,15 @@ _LOWEST: Mapping[str, float] = {
     "long_prefill_token_threshold": 0,
     "num_speculative_tokens": 1,
 }
-_HIGHEST: Mapping[str, float] = {"max_num_seqs": 65536, "num_speculative_tokens": 64}
+_INT32_MAX = 2**31 - 1  # block ids, token counts and what indexes by them are int32
+_HIGHEST: Mapping[str, float] = {
+    "max_model_len": _INT32_MAX,
+    "block_size": _INT32_MAX,
+    "num_blocks": _INT32_MAX,
+    "max_num_seqs": 65536,
+    "max_num_batched_tokens": _INT32_MAX,
+    "num_speculative_tokens": 64,
+}
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
@@ -163,6 +171,8 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
         "a mapping of names to names": lambda: isinstance(value, Mapping) and _texts([*value.keys(), *value.values()]),
         "a list of names": lambda: isinstance(value, tuple) and _texts(value),
     }
+    if name == "platform" and value == "":
+        raise UsageError("platform must name a platform plugin, not ''", hint="leave it out to let Octavo choose")
     optional = type(None) in getattr(annotation, "__args__", ())
     if not (optional and value is None) and not good[what]():
         raise UsageError(f"{name} must be {what}, not {value!r}")

@@ -189,6 +189,11 @@ def _apply_proposals(config: EngineConfig, shown: EngineConfig, platform: Platfo
                 f"platform {platform.name} would set {change.path} to {change.value!r} ({change.reason}); yours is kept"
             )
             continue
+        if change.path == "cache.kv_cache_memory_bytes" and "gpu_memory_utilization" in config.given:
+            log.notices.append(
+                f"gpu_memory_utilization has no effect on platform {platform.name}, which sets the KV cache's size itself; "
+                "use --kv-cache-memory-bytes"
+            )
         log.proposals.append(f"{change.path} = {change.value!r}: {change.reason} (platform {platform.name})")
         config = config.with_value(change.path, change.value)
     return config

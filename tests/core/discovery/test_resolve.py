@@ -95,6 +95,20 @@ def test_what_the_operator_gave_is_kept_with_a_notice(acme: Any) -> None:
     assert found.choice.report.notices == ("platform acme would set cache.block_size to 64 (faster); yours is kept",)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gpu_memory_utilization": 0.5}, ("gpu_memory_utilization has no effect on platform acme", "--kv-cache-memory-bytes")),
+        ({"gpu_memory_utilization": 0.5, "kv_cache_memory_bytes": 10**7}, ("yours is kept",)),
+        ({}, ()),
+    ],
+)
+def test_a_share_of_memory_that_a_proposed_size_makes_void_gets_a_notice(acme: Any, options: Any, says: Any) -> None:
+    notices = acme(proposing(("cache.kv_cache_memory_bytes", 10**6)), **options).choice.report.notices
+    assert len(notices) == bool(says)
+    assert all(text in notices[0] for text in says)
+
+
 def test_a_proposal_that_touches_an_earlier_step_runs_it_again(acme: Any) -> None:
     body = """
 def propose(self, config):
