@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral  # NumPy's whole numbers are as well
 from typing import Any
 
 import msgspec
@@ -48,7 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) and self.stop else _tuple("stop", self.stop)
-        stop_token_ids = _tuple("stop_token_ids", self.stop_token_ids)
+        given = _tuple("stop_token_ids", self.stop_token_ids)
+        stop_token_ids = tuple(int(t) if not isinstance(t, bool) and isinstance(t, Integral) else t for t in given)
         msgspec.structs.force_setattr(self, "stop", stop)
         msgspec.structs.force_setattr(self, "stop_token_ids", stop_token_ids)
         for name, low, high, whole in _RANGES:

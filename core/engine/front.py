@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ class Front:
         """Messages through the model's chat template. Raises `UsageError` when it has none."""
         if self.source.chat_template is None:
             raise UsageError("the model has no chat template", hint="use generate with a plain prompt (--raw)")
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise UsageError(
+                f"a conversation must be a list of messages, not {reprlib.repr(messages)}",
+                hint='a message is {"role": "user", "content": "…"}',
+            )
         text = self.tokenizer.apply_chat_template(list(messages), **template)
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
@@ -83,7 +89,7 @@ def open_front(config: EngineConfig) -> Front:
         raise
     max_model_len = resolved.config.model.max_model_len
     assert max_model_len is not None
-    eos_token_ids = tuple(dict.fromkeys((*tokenizer.eos_token_ids, *source.generation.eos_token_ids)))
+    eos_token_ids = _known((*tokenizer.eos_token_ids, *source.generation.eos_token_ids), core.info.vocab_size)
     maker = RequestMaker(
         tokenizer=tokenizer,
         vocab_size=core.info.vocab_size,
@@ -98,3 +104,12 @@ def open_front(config: EngineConfig) -> Front:
         maker=maker,
         processor=OutputProcessor(TokenBytes(tokenizer)),
     )
+
+
+def _known(eos_token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """The end tokens that the model can produce, each once; a warning names the others in its files."""
+    ids = tuple(dict.fromkeys(eos_token_ids))
+    if outside := [token_id for token_id in ids if not 0 <= token_id < vocab_size]:
+        listed = ", ".join(map(str, outside))
+        log.warning("the model's files name end tokens outside its vocabulary of %d, ignored: %s", vocab_size, listed)
+    return tuple(token_id for token_id in ids if token_id not in outside)

@@ -122,6 +122,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several, through the model's chat template."""
+        if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+            raise UsageError(
+                f"messages must be a list of messages or of conversations, not {type(messages).__name__}",
+                hint='a message is {"role": "user", "content": "…"}',
+            )
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         extra = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts = [self.front.chat_prompt(conversation, **extra) for conversation in conversations]  # type: ignore[arg-type]
@@ -266,12 +271,14 @@ def _ended(state: RequestState) -> bool:
     return state.finished
 
 
-def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
+def _priorities(priority: Any, num_prompts: int) -> Sequence[int]:
     if priority is None:
         return [0] * num_prompts
+    if isinstance(priority, str) or not isinstance(priority, Sequence):
+        raise UsageError(f"priority must be a list of whole numbers, one a prompt, not {priority!r}")
     if len(priority) != num_prompts:
         raise UsageError(f"{len(priority)} priorities for {num_prompts} prompts")
-    return priority
+    return list(priority)
 
 
 _OPEN: weakref.WeakSet[LLM] = weakref.WeakSet()

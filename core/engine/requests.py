@@ -61,6 +61,8 @@ class RequestMaker:
     ) -> tuple[Request, str | None]:
         """The request and its prompt's text (None for a prompt of token ids). Raises `UsageError`."""
         arrival_s = time.monotonic()
+        if not _is_id(priority):
+            raise UsageError(f"priority must be a whole number, not {priority!r}")
         parts = _parts(prompt)
         self._check_params(params)
         if parts.token_ids is None:
@@ -78,7 +80,7 @@ class RequestMaker:
             eos_token_ids=self.eos_token_ids,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             arrival_time_s=arrival_s,
-            priority=priority,
+            priority=int(priority),
             cache_salt=parts.cache_salt,
         )
         return request, parts.text
@@ -120,10 +122,15 @@ class RequestMaker:
                 raise UsageError(f"{name} is {wanted}, more than the vocabulary's {self.vocab_size} tokens")
 
 
-def prompt_list(prompts: Prompt | Sequence[Prompt] | Sequence[int] | Sequence[Sequence[int]]) -> list[Prompt]:
-    """One prompt or many → many. A list of token ids is one prompt. Raises `UsageError`."""
+def prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many → many. A list (or NumPy array) of token ids is one prompt, one of two dimensions several.
+
+    Raises `UsageError`.
+    """
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [_from_ids(row) for row in (prompts if prompts.ndim == 2 else [prompts])]
     if not isinstance(prompts, Sequence):
         raise UsageError(f"prompts must be text, token ids, a mapping or a list of these, not {type(prompts).__name__}")
     if prompts and all(_is_id(item) for item in prompts):
@@ -147,6 +154,8 @@ def sampling_list(
 
 
 def _from_ids(prompt: Any) -> Prompt:
+    if isinstance(prompt, np.ndarray) and prompt.ndim == 1 and np.issubdtype(prompt.dtype, np.integer):
+        return {"prompt_token_ids": prompt}
     if isinstance(prompt, Sequence) and all(_is_id(item) for item in prompt):
         return {"prompt_token_ids": prompt}
     raise UsageError(f"a prompt must be text, token ids or a mapping, not {type(prompt).__name__}")

@@ -111,8 +111,8 @@ class Tokenizer:
     @cached_property
     def _token_variables(self) -> dict[str, str]:
         named = dict(self._variables)
-        if self.bos_token_id is not None:
-            named.setdefault("bos_token", self.token(self.bos_token_id))
-        if self.eos_token_ids:
-            named.setdefault("eos_token", self.token(self.eos_token_ids[0]))
+        for key, ids in (("bos_token", (self.bos_token_id,)), ("eos_token", self.eos_token_ids)):
+            known = [token_id for token_id in ids if token_id is not None and token_id < self.vocab_size]
+            if known:  # a model's files may name ids that its tokenizer doesn't have
+                named.setdefault(key, self.token(known[0]))
         return named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from octavo.core.api.errors import UsageError
@@ -39,6 +40,11 @@ def test_a_value_that_cannot_be_is_refused(values: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:
         SamplingParams(**values)
     assert "\n" not in str(raised.value)
+
+
+def test_whole_numbers_of_numpy_are_token_ids() -> None:
+    (stop,) = SamplingParams(stop_token_ids=np.array([7], np.int32)).stop_token_ids or ()  # type: ignore[arg-type]
+    assert (stop, type(stop)) == (7, int)
 
 
 def test_stops_may_be_one_string_a_list_or_none() -> None:

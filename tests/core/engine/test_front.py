@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -65,6 +67,34 @@ def test_an_unknown_option_is_refused_with_near_matches(tiny_llama: Path) -> Non
 def test_chat_needs_a_template(llm: LLM) -> None:
     with pytest.raises(UsageError, match="no chat template"):
         llm.chat([{"role": "user", "content": "w1"}])
+
+
+@pytest.mark.parametrize("messages", [None, "hi", {"role": "user", "content": "w1"}, [None], [["w1"]], 3])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    llm.front.source.chat_template = TEMPLATE
+    with pytest.raises(UsageError, match="must be a list of messages"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize("priority", [3, "1", [1.5], ["1"]])
+def test_what_is_no_list_of_priorities_is_refused(llm: LLM, priority: Any) -> None:
+    with pytest.raises(UsageError, match="priority must be a"):
+        llm.generate(["w1"], priority=priority)
+
+
+def test_end_tokens_outside_the_vocabulary_are_ignored_with_one_warning(
+    tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2**40, 64, 62]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    with LLM(str(folder), **OPTIONS) as llm:
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        assert len(llm.generate("w1", params)[0].outputs[0].token_ids) == 2
+        assert llm.chat([{"role": "user", "content": "w1"}], params)[0].prompt_token_ids == [1]
+        assert llm.front.maker.eos_token_ids == (62, 2)  # 2 is config.json's
+    warnings = [record.getMessage() for record in caplog.records if "end tokens" in record.getMessage()]
+    assert warnings == [f"the model's files name end tokens outside its vocabulary of 64, ignored: {2**40}, 64"]
 
 
 def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:

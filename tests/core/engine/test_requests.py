@@ -102,7 +102,25 @@ def test_one_prompt_or_many(prompts: Any, expected: Any) -> None:
     assert prompt_list(prompts) == expected
 
 
-@pytest.mark.parametrize("prompts", [3, None, ["a", 3.5], [None]])
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        (np.array([1, 2], np.int32), [[1, 2]]),
+        (np.array([[1, 2], [3, 4]]), [[1, 2], [3, 4]]),
+        ([np.array([1, 2]), np.array([3])], [[1, 2], [3]]),
+    ],
+)
+def test_arrays_of_token_ids_are_prompts(maker: RequestMaker, prompts: Any, expected: Any) -> None:
+    assert [make(maker, prompt).prompt_token_ids.tolist() for prompt in prompt_list(prompts)] == expected
+
+
+@pytest.mark.parametrize("priority", [1.5, "1", None, True])
+def test_a_priority_is_a_whole_number(maker: RequestMaker, priority: Any) -> None:
+    with pytest.raises(UsageError, match="priority must be a whole number"):
+        maker.make("a", SamplingParams(), "r", priority=priority)
+
+
+@pytest.mark.parametrize("prompts", [3, None, np.array([1.5]), ["a", 3.5], [None]])
 def test_what_is_no_prompt_is_refused(prompts: Any) -> None:
     with pytest.raises(UsageError, match="prompt"):
         prompt_list(prompts)
