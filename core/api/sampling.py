@@ -19,7 +19,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling and stopping of one request. Raises `UsageError` on a value out of range.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 and ``top_p`` 1 switch those filters off. ``logprobs`` is the number of
-    alternatives reported with each token (0: the chosen token alone; None: nothing).
+    alternatives reported with each token (0: the chosen token alone; -1: the whole vocabulary; None: nothing), and
+    ``prompt_logprobs`` the same of the prompt. ``truncate_prompt_tokens`` -1 keeps what fits ``max_model_len`` beside one
+    token of output.
     ``spaces_between_special_tokens`` False joins special tokens that follow one another, where they are shown, without the
     space that tokenizers of whole words put between tokens; the others put none.
     """
@@ -67,6 +69,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
         if self.top_p == 0:
             raise UsageError("top_p must be above 0; use temperature=0 for greedy decoding")
+        if self.truncate_prompt_tokens == 0:
+            raise UsageError("truncate_prompt_tokens must be at least 1, or -1 for the model's max_model_len, not 0")
         if self.repetition_penalty == 0:
             raise UsageError("repetition_penalty must be above 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -106,11 +110,11 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("presence_penalty", -2, 2, False),
     ("frequency_penalty", -2, 2, False),
     ("seed", -(2**63), 2**63 - 1, True),
-    ("logprobs", 0, MAX_LOGPROBS, True),
-    ("prompt_logprobs", 0, MAX_LOGPROBS, True),
+    ("logprobs", -1, MAX_LOGPROBS, True),
+    ("prompt_logprobs", -1, MAX_LOGPROBS, True),
     ("max_tokens", 1, _INF, True),
     ("min_tokens", 0, _INF, True),
-    ("truncate_prompt_tokens", 1, _INF, True),
+    ("truncate_prompt_tokens", -1, _INF, True),
 )
 
 

@@ -275,8 +275,9 @@ class OutputProcessor:
     def _positions(self, logprobs: Logprobs | None, entry: int, width: int) -> TokenLogprobs:
         """Entry ``entry`` as a dictionary of the token itself and its ``width`` best alternatives."""
         assert logprobs is not None
-        ids = logprobs.token_ids[entry, : width + 1].tolist()
-        values = logprobs.logprobs[entry, : width + 1].tolist()
+        shown = slice(None if width == -1 else width + 1)  # -1: the whole vocabulary
+        ids = logprobs.token_ids[entry, shown].tolist()
+        values = logprobs.logprobs[entry, shown].tolist()
         found: TokenLogprobs = {}
         for rank, (token_id, value) in enumerate(zip(ids, values, strict=True)):
             if token_id >= 0 and token_id not in found:

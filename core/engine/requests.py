@@ -71,7 +71,8 @@ class RequestMaker:
         else:
             token_ids = self._checked_ids(parts.token_ids)
         if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-params.truncate_prompt_tokens :]
+            kept = params.truncate_prompt_tokens
+            token_ids = token_ids[-(self.max_model_len - 1 if kept == -1 else kept) :]
         room = self._room(len(token_ids))
         request = Request(
             request_id=request_id,

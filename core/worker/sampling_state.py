@@ -73,10 +73,8 @@ class SamplingState:
         self.has_penalties[slot] = bool((self.penalties[slot] != (1, 0, 0)).any())
         self._seeds[slot] = request_seed(sampling, request.request_id, self._engine_seed)
         self._indices[slot] = request.index
-        self._num_logprobs[slot] = -1 if sampling.logprobs is None else min(sampling.logprobs, self.vocab_size)
-        self.num_prompt_logprobs[slot] = (
-            -1 if sampling.prompt_logprobs is None else min(sampling.prompt_logprobs, self.vocab_size)
-        )
+        self._num_logprobs[slot] = _alternatives(sampling.logprobs, self.vocab_size)
+        self.num_prompt_logprobs[slot] = _alternatives(sampling.prompt_logprobs, self.vocab_size)
         self._biases.enter(request, self.vocab_size)
 
     def leave(self, slots: IntArray) -> None:
@@ -201,3 +199,10 @@ class _Biases:
         stay = ~np.isin(self.slots, slots)
         self.slots, self.tokens = self.slots[stay], self.tokens[stay]
         self.values, self.until = self.values[stay], self.until[stay]
+
+
+def _alternatives(asked: int | None, vocab_size: int) -> int:
+    """How many alternatives a request's ``logprobs`` stand for: -1 none at all, where it says -1 the whole vocabulary."""
+    if asked is None:
+        return -1
+    return vocab_size if asked == -1 else min(asked, vocab_size)

@@ -82,6 +82,16 @@ def test_what_is_no_list_of_priorities_is_refused(llm: LLM, priority: Any) -> No
         llm.generate(["w1"], priority=priority)
 
 
+def test_minus_one_asks_for_the_whole_vocabulary(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
+    whole, one = llm.generate(["w1 w2", "w1 w2"], [params, SamplingParams(max_tokens=2, temperature=0, logprobs=1)])
+    for position in (*(whole.prompt_logprobs or ())[1:], *(whole.outputs[0].logprobs or ())):
+        assert position is not None
+        assert sorted(position) == list(range(64))
+        assert math.isclose(sum(math.exp(entry.logprob) for entry in position.values()), 1, rel_tol=1e-4)
+    assert all(len(position) == 1 for position in one.outputs[0].logprobs or ()), "greedy: the chosen one is the best"
+
+
 def test_end_tokens_outside_the_vocabulary_are_ignored_with_one_warning(
     tiny_llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,6 +47,12 @@ def test_truncation_keeps_the_end(maker: RequestMaker) -> None:
     ]
 
 
+def test_truncation_to_the_context_leaves_room_for_a_token(maker: RequestMaker) -> None:
+    request = make(maker, {"prompt_token_ids": list(range(50))}, truncate_prompt_tokens=-1)
+    assert (request.prompt_token_ids.tolist(), request.max_tokens) == (list(range(31, 50)), 1)
+    assert len(make(maker, {"prompt_token_ids": [1, 2]}, truncate_prompt_tokens=-1).prompt_token_ids) == 2
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
