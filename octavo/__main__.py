@@ -1,3 +1,3 @@
-from octavo.core.cli.main import main
+from octavo.core.cli.main import run
 
-raise SystemExit(main())
+run()

@@ -5,6 +5,8 @@ Exit codes: 0 done; 2 the command or an argument is wrong; 3 refused; 4 not enou
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import errno
 import logging
 import os
@@ -14,7 +16,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -156,6 +158,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(f"error: can't write: {error.strerror}{f' ({error.filename})' if error.filename else ''}", 1)
     except Exception as error:  # noqa: BLE001 - the last resort: one line, and the traceback with --debug
         return _internal(error)
+
+
+def run() -> NoReturn:
+    """The ``octavo`` command: `main`, and the end of the process with its exit code."""
+    code = main()
+    if code == INTERRUPTED:
+        # Once a KeyboardInterrupt has passed through an exec() of text (dataclasses make their methods so), CPython ends the
+        # process by SIGINT instead of its exit code, although the exception was caught.
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, AttributeError):
+                stream.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def _internal(error: Exception) -> int:

@@ -281,3 +281,19 @@ class TestBackends:
             return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
         assert min(run() for _ in range(5)) < 0.4
+
+
+def test_an_interrupt_that_passed_through_executed_text_still_ends_with_130(plugin_box: Any) -> None:
+    code = (
+        "from octavo.core.cli import main as frame\n"
+        "def interrupted(argv=None):\n"
+        "    try:\n"
+        "        exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('cleaned', flush=False)\n"
+        "        return frame.INTERRUPTED\n"
+        "frame.main = interrupted\n"
+        "frame.run()\n"
+    )
+    done = plugin_box.python("-c", code)
+    assert (done.returncode, done.stdout) == (130, "cleaned\n")

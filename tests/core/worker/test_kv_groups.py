@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from octavo.core.worker.memory import kv_specs
 
 class Format:
     """A backend as far as its cache goes."""
+
+    manifest = SimpleNamespace(name="format")
 
     def __init__(
         self, size: int, unit: Any = "block", *, per_layer: Sequence[int] | None = None, own: KVSpec | None = None
