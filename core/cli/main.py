@@ -167,8 +167,8 @@ def run() -> NoReturn:
         # Once a KeyboardInterrupt has passed through an exec() of text (dataclasses make their methods so), CPython ends the
         # process by SIGINT instead of its exit code, although the exception was caught.
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, AttributeError):
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None where whoever started us closed it
+            with contextlib.suppress(OSError):  # what read our output may be gone
                 stream.flush()
         os._exit(code)
     raise SystemExit(code)
