@@ -24,7 +24,7 @@ demo: models
 env: $(VENV)/.ready
 
 # torch first and with plain pip: everything that depends on it then finds it there.
-$(VENV)/.ready: pyproject.toml setup.py constraints.txt contrib/pyaccel/pyproject.toml
+$(VENV)/.ready: pyproject.toml setup.py core/kv_cache/csrc/chain.c constraints.txt contrib/pyaccel/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch numpy
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'

@@ -27,7 +27,9 @@ EOS, STOP, SAMPLED = 2, 3, 7
 
 @dataclass(frozen=True)
 class Row:
-    """Medians in microseconds: of adding one request (drawing its random prompt included), and over the steady decode steps."""
+    """Microseconds: the mean of making and adding a request, its random prompt drawn meanwhile; medians of the steady decode
+    steps.
+    """
 
     running: int
     add_us: float
@@ -66,10 +68,9 @@ def measure(running: int, *, prefix_hash: str = "sha256", steps: int = STEPS) ->
     scheduler = _scheduler(running, prefix_hash, steps)
     rng = np.random.default_rng(0)
     sampling = SamplingParams(temperature=0, stop_token_ids=[STOP])
-    adds_s = []
     gc.collect()
+    begun_s = time.perf_counter()
     for number in range(running):
-        begun_s = time.perf_counter()
         scheduler.add(
             Request(
                 request_id=str(number),
@@ -79,13 +80,13 @@ def measure(running: int, *, prefix_hash: str = "sha256", steps: int = STEPS) ->
                 max_tokens=_output_tokens(running, steps),
             )
         )
-        adds_s.append(time.perf_counter() - begun_s)
+    add_us = (time.perf_counter() - begun_s) * 1e6 / running
     worker = _Worker()
     while not (worker.decodes_only and len(worker.rows) == running):
         worker.step(scheduler)
     times = [worker.step(scheduler) for _ in range(steps)]
     schedule_us, update_us = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
-    figures = (statistics.median(adds_s) * 1e6, schedule_us, update_us, (schedule_us + update_us) / running)
+    figures = (add_us, schedule_us, update_us, (schedule_us + update_us) / running)
     return Row(running, *(round(figure, 4) for figure in figures))
 
 

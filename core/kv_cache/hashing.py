@@ -1,12 +1,15 @@
 """Keys of the prefix cache: ``H(parent ‖ tokens as little-endian int32 ‖ canonical msgpack of the extra keys)``, one a full
 block.
+
+SHA-256 comes from the compiled `_chain` where the processor has instructions for it, from hashlib everywhere else.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,13 +18,53 @@ import xxhash
 from octavo.core.api.errors import UsageError
 from octavo.core.api.scheduling import IntArray
 
+try:
+    from octavo.core.kv_cache import _chain
+except ImportError:  # installed without a C compiler
+    _chain = None  # type: ignore[assignment]
 
-class _Hash(Protocol):
-    def digest(self) -> bytes: ...
+
+@dataclass(frozen=True, slots=True)
+class BlockHash:
+    """Two functions that make the keys of blocks of ``stride`` bytes each.
+
+    ``chain(parent, data, stride, extra)``: of the whole blocks in ``data``, each the parent of the next. ``each(parents, data,
+    stride, extras)``: of every block in ``data``, under a parent and extra keys of its own.
+    """
+
+    chain: Callable[[bytes, bytes, int, bytes], list[bytes]]
+    each: Callable[[list[bytes], bytes, int, list[bytes]], list[bytes]]
 
 
-ALGORITHMS: dict[str, Callable[[bytes], _Hash]] = {"sha256": hashlib.sha256, "xxh3": xxhash.xxh3_128}
-"""``xxh3`` costs less than half of ``sha256``, but equal keys can be made on purpose: only where all requests are trusted."""
+def block_hash(digest_of: Callable[[bytes], bytes]) -> BlockHash:
+    """A `BlockHash` from a function that gives the digest of one message."""
+
+    def chain(parent: bytes, data: bytes, stride: int, extra: bytes) -> list[bytes]:
+        keys = []
+        for at in range(0, len(data) // stride * stride, stride):
+            parent = digest_of(parent + data[at : at + stride] + extra)
+            keys.append(parent)
+        return keys
+
+    def each(parents: list[bytes], data: bytes, stride: int, extras: list[bytes]) -> list[bytes]:
+        rows = enumerate(zip(parents, extras, strict=True))
+        return [digest_of(parent + data[i * stride : (i + 1) * stride] + extra) for i, (parent, extra) in rows]
+
+    return BlockHash(chain, each)
+
+
+def _sha256(message: bytes) -> bytes:
+    return hashlib.sha256(message).digest()
+
+
+PYTHON_SHA256 = block_hash(_sha256)
+COMPILED_SHA256 = BlockHash(_chain.chain, _chain.each) if _chain is not None and _chain.supported() else None
+ALGORITHMS: Mapping[str, BlockHash] = {
+    "sha256": COMPILED_SHA256 or PYTHON_SHA256,
+    "xxh3": block_hash(xxhash.xxh3_128_digest),
+}
+"""``xxh3`` is the faster one where SHA-256 isn't compiled, but equal keys can be made on purpose: only where all requests are
+trusted."""
 
 ROOT = b"octavo prefix cache, first block"
 _CANONICAL = msgspec.msgpack.Encoder(order="deterministic")
@@ -58,12 +101,8 @@ class PrefixHasher:
 
     def extend(self, chain: list[bytes], tokens: IntArray, extra: bytes) -> None:
         """Append the keys of the full blocks in ``tokens`` (the whole sequence, [n] int32) that ``chain`` lacks."""
-        stride = 4 * self.block_size
         data = tokens[len(chain) * self.block_size :].astype("<i4", copy=False).tobytes()
-        parent, hash_of, append = chain[-1] if chain else ROOT, self._hash, chain.append
-        for at in range(0, len(data) // stride * stride, stride):
-            parent = hash_of(parent + data[at : at + stride] + extra).digest()
-            append(parent)
+        chain += self._hash.chain(chain[-1] if chain else ROOT, data, 4 * self.block_size, extra)
 
     def next_keys(
         self, prefixes: Sequence[Prefix], number: int, slots: IntArray, columns: IntArray, tokens: IntArray
@@ -72,17 +111,12 @@ class PrefixHasher:
         ``prefixes[i]`` if it isn't there; the blocks before it must be. All blocks' tokens are gathered at once.
         """
         data = self._blocks(tokens, slots, columns).astype("<i4", copy=False).tobytes()
-        keys, hash_of, stride = [], self._hash, 4 * self.block_size
-        at = 0
-        for prefix, column in zip(prefixes, columns.tolist(), strict=True):
-            chain = prefix.chains[number]
+        chains = [prefix.chains[number] for prefix in prefixes]
+        above = [chain[column - 1] if column else ROOT for chain, column in zip(chains, columns.tolist(), strict=True)]
+        keys = self._hash.each(above, data, 4 * self.block_size, [prefix.extra for prefix in prefixes])
+        for chain, column, key in zip(chains, columns.tolist(), keys, strict=True):
             if len(chain) == column:
-                key = hash_of((chain[-1] if chain else ROOT) + data[at : at + stride] + prefix.extra).digest()
                 chain.append(key)
-            else:
-                key = chain[column]
-            keys.append(key)
-            at += stride
         return keys
 
     def _blocks(self, tokens: IntArray, slots: IntArray, columns: IntArray) -> IntArray:

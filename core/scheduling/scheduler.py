@@ -68,6 +68,7 @@ class Scheduler:
         self._requests: dict[str, list[RequestState]] = {}
         self._num_arrivals = 0
         self._paused = self._draining = False
+        kv.always_fits(config.max_num_batched_tokens)  # worked out now, so that the first request needn't wait for it
 
     # Requests
 
