@@ -144,8 +144,8 @@ def test_pool_behaves_like_its_model() -> None:
 
 @pytest.mark.prove
 @pytest.mark.timeout(1200)
-def test_pool_behaves_like_its_model_in_a_thousand_examples() -> None:
-    run_pool_machine(1000)
+def test_pool_behaves_like_its_model_in_two_thousand_examples() -> None:
+    run_pool_machine(2000)
 
 
 def test_the_null_block_is_never_allocated() -> None:

@@ -73,6 +73,7 @@ class Harness:
         proposer: Proposer | None = None,
         max_in_flight: int = 1,
         enable_prefix_caching: bool = True,
+        prefix_hash: str = "sha256",
         long_prefill_token_threshold: int = 0,
         num_speculative_tokens: int = 3,
         enable_chunked_prefill: bool = True,
@@ -85,6 +86,7 @@ class Harness:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             enable_prefix_caching=enable_prefix_caching,
+            prefix_hash=prefix_hash,
             managers=managers,
         )
         config = SchedulerConfig(

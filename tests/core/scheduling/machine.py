@@ -50,25 +50,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         token_budget=st.sampled_from([1, 3, 7, 16, 64]),
         max_in_flight=st.sampled_from([1, 1, 2, 2, 3]),
         caching=st.sampled_from([True, True, True, False]),
+        prefix_hash=st.sampled_from(["sha256", "sha256", "xxh3"]),
         cap=st.sampled_from([0, 0, 4]),
         chunked=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from([FirstComeFirstServed, Priority]),
         speculative=st.sampled_from([False, False, True]),
     )
-    def start(self, groups, max_num_seqs, token_budget, max_in_flight, caching, cap, chunked, policy, speculative) -> None:
+    def start(self, groups, policy, speculative, caching, cap, chunked, **options) -> None:
         speculative = speculative and not any(isinstance(group.spec, RecurrentState) for group in groups)
         self.harness = Harness(
             groups,
-            max_num_seqs=max_num_seqs,
             max_model_len=MAX_MODEL_LEN,
-            token_budget=token_budget,
-            max_in_flight=max_in_flight,
             enable_prefix_caching=caching,
             long_prefill_token_threshold=cap,
             enable_chunked_prefill=chunked,
             policy=policy(),
             proposer=NgramProposer() if speculative else None,
             model=FakeModel(vocab=8, memory=2) if speculative else FakeModel(),
+            **options,
         )
         self.paused = False
 
