@@ -116,8 +116,7 @@ def steps_to_the_end(onward: Mapping[int, int]) -> Callable[[int], int]:
             path.append(key)
             key = onward[key]
             assert len(path) <= len(onward), "a circle of steps: a livelock"
-        for count, earlier in enumerate(reversed(path), known.get(key, 0) + 1):
-            known[earlier] = count
+        known.update({earlier: count for count, earlier in enumerate(reversed(path), known.get(key, 0) + 1)})
         return known.get(path[0] if path else key, 0)
 
     return steps
