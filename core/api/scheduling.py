@@ -169,7 +169,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
-    """Counters and gauges of one scheduler, cumulative where named ``num_…_total``."""
+    """Counters and gauges of one scheduler, cumulative where named ``…_total``."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -180,6 +180,11 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     evictions_total: int = 0
     scheduled_tokens_total: int = 0
     steps_total: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """0 … 1: the share of the tokens looked up that was found, since the start."""
+        return self.prefix_hits_total / max(1, self.prefix_queries_total)
 
 
 class SchedulingPolicy(ABC):

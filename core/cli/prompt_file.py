@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from octavo.core.engine.requests import Prompt
 
 _CONTENT = ("prompt", "prompt_token_ids", "messages")
-_KEYS = (*_CONTENT, "id", "cache_salt", "sampling_params")
+_KEYS = (*_CONTENT, "id", "cache_salt", "priority", "sampling_params")
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class Line:
     number: int
     content: Mapping[str, Any]
     sampling: Mapping[str, Any]
+
+    @property
+    def priority(self) -> Any:
+        return self.content.get("priority", 0)
 
 
 def answer_file(
@@ -61,7 +65,7 @@ def answer_file(
             params = [_params(defaults, line) for line in lines]
             prompts = [_prompt(llm, line, one, raw=raw) for line, one in zip(lines, params, strict=True)]
             begun_s = time.perf_counter()
-            results = llm.generate(prompts, params)
+            results = llm.generate(prompts, params, priority=[line.priority for line in lines])
             run_s = time.perf_counter() - begun_s
             for line, result in zip(lines, results, strict=True):
                 file.write(json.dumps(_answer(line, result), ensure_ascii=False) + "\n")
@@ -181,7 +185,7 @@ def _prompt(llm: LLM, line: Line, params: SamplingParams, *, raw: bool) -> Promp
         else:
             made = {"prompt_token_ids": content["prompt_token_ids"]}
         prompt: Prompt = {**(made if isinstance(made, Mapping) else {"prompt": made}), **salt}
-        llm.front.maker.make(prompt, params, "check")
+        llm.front.maker.make(prompt, params, "check", priority=line.priority)
     except UsageError as error:
         raise UsageError(f"line {line.number}: {error}") from error
     return prompt
@@ -218,6 +222,7 @@ def _report(llm: LLM, results: Sequence[RequestOutput], output: Path, *, run_s: 
             "platform": platform,
             "attention_backend": attention,
             "metrics": {"startup_s": round(startup_s, 4), "run_s": round(run_s, 4), "output_tokens_per_s": round(rate, 4)},
+            "engine": llm.metrics(),
         }
         click.echo(json.dumps(document, ensure_ascii=False))
         return

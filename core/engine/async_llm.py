@@ -121,11 +121,17 @@ class AsyncLLM:
             self._leave(request_id, stream)
 
     async def chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None, request_id: str, **template: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """`generate` through the model's chat template."""
         prompt = await asyncio.to_thread(self.front.chat_prompt, messages, **template)
-        outputs = self.generate(prompt, sampling_params, request_id)
+        outputs = self.generate(prompt, sampling_params, request_id, priority=priority)
         try:
             async for output in outputs:
                 yield output
@@ -164,6 +170,7 @@ class AsyncLLM:
         return self.front.default_sampling_params()
 
     def metrics(self) -> Mapping[str, float]:
+        """The scheduler's figures (`SchedulerStats`), and those of plugins under ``plugin_name/key``."""
         return self.front.core.metrics()
 
     def check_health(self) -> None:

@@ -19,6 +19,7 @@ from octavo.core.engine.checked import asked, made, policy, proposer
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
+    from octavo.core.config.scheduler import SchedulerConfig
     from octavo.core.discovery import Registry
     from octavo.core.discovery.hooks import Hooks
     from octavo.core.scheduling import Scheduler
@@ -120,7 +121,7 @@ class EngineCore:
     def metrics(self) -> Mapping[str, float]:
         """The scheduler's figures, and those of plugins under ``plugin_name/key``."""
         stats = self._scheduler.stats()
-        figures = {name: float(getattr(stats, name)) for name in stats.__struct_fields__}
+        figures = {name: float(getattr(stats, name)) for name in (*stats.__struct_fields__, "prefix_hit_rate")}
         for more in self._hooks.call("octavo_metrics") if self._hooks is not None else ():
             figures.update(more)
         return figures
@@ -241,6 +242,7 @@ def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, 
     max_model_len = config.model.max_model_len
     assert max_model_len is not None, "resolve() makes every choice explicit"
     max_in_flight = _max_in_flight(config, info)
+    _warn_of_a_small_budget(config.scheduler)
     kv = KVCacheManager(
         info.kv,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -261,6 +263,16 @@ def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, 
     return EngineCore(
         config=config, scheduler=scheduler, executor=executor, info=info, max_in_flight=max_in_flight, hooks=hooks
     )
+
+
+def _warn_of_a_small_budget(config: SchedulerConfig) -> None:
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        logger.warning(
+            "max_num_batched_tokens (%d) is below max_num_seqs (%d): when that many requests run, some get no token in a step "
+            "and prompts wait; raise the one or lower the other",
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+        )
 
 
 def _kv_managers(registry: Registry, info: ExecutorInfo) -> Mapping[str, type[KVManager]]:

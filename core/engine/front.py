@@ -95,6 +95,7 @@ def open_front(config: EngineConfig) -> Front:
         vocab_size=core.info.vocab_size,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
+        scheduling_policy=resolved.config.scheduler.scheduling_policy,
     )
     return Front(
         core=core,

@@ -100,6 +100,7 @@ class LLM:
         """Complete each prompt; outputs in the prompts' order. No chat template is applied.
 
         ``sampling_params`` None takes the model's own defaults. ``use_tqdm`` shows a progress bar on a terminal's stderr.
+        ``priority``, one a prompt, needs a policy that heeds it: with ``scheduling_policy="priority"`` lower ones go first.
         Raises `UsageError` before anything runs when one of the prompts or parameters is wrong, `EngineError` when the engine
         fails.
         """
@@ -118,6 +119,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        priority: Sequence[int] | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
@@ -130,12 +132,14 @@ class LLM:
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         extra = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         prompts = [self.front.chat_prompt(conversation, **extra) for conversation in conversations]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Iterator[RequestOutput]:
         """One request's output as it grows: each item holds everything so far. Leaving the iterator aborts the request."""
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        request, text = self.front.maker.make(prompt, params, str(next(self._ids)))
+        request, text = self.front.maker.make(prompt, params, str(next(self._ids)), priority=priority)
         with self._running([(request, text)]) as (state,):
             finished = False
             while not finished:
@@ -179,6 +183,10 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """`SamplingParams` as the model's generation_config recommends."""
         return self.front.default_sampling_params()
+
+    def metrics(self) -> Mapping[str, float]:
+        """The scheduler's figures (`SchedulerStats`), and those of plugins under ``plugin_name/key``."""
+        return self.front.core.metrics()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False when requests still hold some."""

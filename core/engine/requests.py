@@ -43,12 +43,16 @@ class _Parts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMaker:
-    """Makes requests for one model. ``vocab_size`` is the model's, which may exceed the tokenizer's."""
+    """Makes requests for one model. ``vocab_size`` is the model's, which may exceed the tokenizer's.
+
+    ``scheduling_policy`` says whether priorities mean anything: one that would be ignored is refused.
+    """
 
     tokenizer: Tokenizer
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    scheduling_policy: str = "fcfs"
 
     def make(
         self,
@@ -63,6 +67,11 @@ class RequestMaker:
         arrival_s = time.monotonic()
         if not _is_id(priority):
             raise UsageError(f"priority must be a whole number, not {priority!r}")
+        if priority and self.scheduling_policy == "fcfs":
+            raise UsageError(
+                f"the request has priority {priority}, but the scheduling policy fcfs serves in order of arrival",
+                hint="choose the scheduling policy priority, or leave the priority out",
+            )
         parts = _parts(prompt)
         self._check_params(params)
         if parts.token_ids is None:

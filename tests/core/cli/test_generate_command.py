@@ -120,7 +120,19 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(generate: Octavo, lines_fil
     assert answers[3]["token_ids"] == answers[0]["token_ids"]
     raw = generate("--prompt-file", path, "--output", output, "--max-tokens", 1, "--raw", "--json")
     assert raw.document["num_requests"] == 4
+    assert raw.document["engine"]["scheduled_tokens_total"] > 0
     assert json.loads(output.read_text().splitlines()[0])["num_prompt_tokens"] == 2
+
+
+def test_lines_may_have_priorities_under_a_policy_that_heeds_them(generate: Octavo, lines_file: Any, tmp_path: Path) -> None:
+    path = lines_file({"prompt": "w7", "priority": 3}, {"prompt": "w8", "priority": -2})
+    output = tmp_path / "answers.jsonl"
+    refused = generate("--prompt-file", path, "--output", output, "--max-tokens", 2)
+    assert refused.code == 2
+    assert "line 1: the request has priority 3, but the scheduling policy fcfs serves in order of arrival" in refused.err
+    assert not output.exists()
+    assert generate("--prompt-file", path, "--output", output, "--scheduling-policy", "priority", "--max-tokens", 2).code == 0
+    assert len(output.read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -132,6 +144,7 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(generate: Octavo, lines_fil
         ({"promt": "w1"}, "line 2: unknown key 'promt'; did you mean 'prompt'"),
         ({"id": 3}, "line 2: needs exactly one of prompt, prompt_token_ids, messages"),
         ({"prompt": 3}, 'line 2: "prompt" must be a string'),
+        ({"prompt": "w1", "priority": "high"}, "line 2: priority must be a whole number, not 'high'"),
         ({"messages": "w1"}, 'line 2: "messages" must be a list of objects'),
         ({"prompt": "w1", "sampling_params": 3}, 'line 2: "sampling_params" must be an object'),
         (

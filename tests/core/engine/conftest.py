@@ -164,6 +164,7 @@ def echo_front(byte_tokenizer: ByteTokenizer) -> Iterator[Callable[..., Front]]:
             vocab_size=257,
             max_model_len=max_model_len,
             eos_token_ids=(256,),
+            scheduling_policy=config.scheduler.scheduling_policy,
         )
         source: Any = SimpleNamespace(generation=SimpleNamespace(temperature=0.0, top_k=7), chat_template="x")
         front = Front(

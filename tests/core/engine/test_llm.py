@@ -301,11 +301,38 @@ def test_default_sampling_params_are_the_models(make_llm: MakeLLM) -> None:
 def test_metrics_and_worker_calls_reach_through(make_llm: MakeLLM) -> None:
     llm = make_llm()
     llm.generate(["abc"] * 3, params(5))
-    figures = llm.front.core.metrics()
+    figures = llm.metrics()
     assert figures["steps_total"] >= 5
     assert figures["num_running"] == 0
+    assert figures["prefix_hit_rate"] == figures["prefix_hits_total"] / figures["prefix_queries_total"]
     assert "listener/lines" not in figures
     assert llm.front.core.call(WorkerMethod.COUNTERS) == [{"method": "counters"}]
+
+
+def test_a_priority_that_would_be_ignored_is_refused(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    with pytest.raises(UsageError, match="has priority 2, but the scheduling policy fcfs serves in order of arrival"):
+        llm.generate(["abc", "def"], params(5), priority=[0, 2])
+    with pytest.raises(UsageError, match="has priority -1"):
+        next(iter(llm.stream("abc", params(5), priority=-1)))
+    assert not llm.front.core.has_unfinished()
+    assert llm.generate("abc", params(5), priority=[0])[0].outputs[0].text == "abcab"
+
+
+def test_lower_priorities_are_served_first(make_llm: MakeLLM) -> None:
+    llm = make_llm(scheduling_policy="priority", max_num_seqs=1)
+    last, middle, first = llm.generate(["abc", "def", "ghi"], params(5), priority=[2, 1, -1])
+    ends = [output.metrics.finished_s for output in (first, middle, last)]
+    assert ends == sorted(ends)
+    assert next(iter(llm.stream("abc", params(5), priority=3))).request_id
+
+
+def test_a_step_budget_below_the_number_of_requests_is_warned_of(make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
+    make_llm(max_num_seqs=8, max_num_batched_tokens=8)
+    assert not caplog.records
+    make_llm(max_num_seqs=8, max_num_batched_tokens=7)
+    (record,) = caplog.records
+    assert "max_num_batched_tokens (7) is below max_num_seqs (8)" in record.getMessage()
 
 
 class Listener:

@@ -14,7 +14,9 @@ from octavo.core.engine.requests import RequestMaker, prompt_list, sampling_list
 
 @pytest.fixture
 def maker(byte_tokenizer: Any) -> RequestMaker:
-    return RequestMaker(tokenizer=byte_tokenizer, vocab_size=260, max_model_len=20, eos_token_ids=(256,))
+    return RequestMaker(
+        tokenizer=byte_tokenizer, vocab_size=260, max_model_len=20, eos_token_ids=(256,), scheduling_policy="priority"
+    )
 
 
 def make(maker: RequestMaker, prompt: Any, **params: Any) -> Any:
