@@ -8,7 +8,18 @@ from pathlib import Path
 
 from octavo.core.api.errors import BrokenModel, UsageError
 
-__all__ = ["map_file", "read_small_file"]
+__all__ = ["is_there", "map_file", "read_small_file"]
+
+
+def is_there(path: Path) -> bool:
+    """Whether a model folder has this file. A link that leads nowhere is no absent file: `BrokenModel` names it."""
+    if path.exists():
+        return True
+    if path.is_symlink():
+        raise BrokenModel(
+            f"{path} links to {path.readlink()}, which isn't there", hint="mend the link, or fetch the folder again"
+        )
+    return False
 
 
 def _regular_size(path: Path) -> int:

@@ -11,7 +11,7 @@ import tokenizers
 from octavo.core.api.errors import BrokenModel, UnsupportedModel
 from octavo.core.api.manifest import ModelManifest
 from octavo.core.api.models import WeightSource
-from octavo.core.loading.files import read_small_file
+from octavo.core.loading.files import is_there, read_small_file
 from octavo.core.loading.generation import GenerationDefaults, generation_defaults
 from octavo.core.loading.hf_config import claim_architecture, model_spec, read_json
 from octavo.core.loading.library_errors import refused_by_library
@@ -85,7 +85,7 @@ class FolderModel(ModelSource):
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    if (folder / "config.json").exists():
+    if is_there(folder / "config.json"):
         return read_json(folder / "config.json")
     ggufs = sorted(folder.glob("*.gguf"))
     hint = f"for the GGUF in it, give its path: {ggufs[0]}" if ggufs else "give a folder with config.json and *.safetensors"
@@ -93,14 +93,14 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    return read_json(path) if is_there(path) else {}
 
 
 def _check_tokenizer(folder: Path) -> None:
     path = folder / "tokenizer.json"
-    if path.exists():
+    if is_there(path):
         return
-    if (folder / "tokenizer.model").exists():
+    if is_there(folder / "tokenizer.model"):
         raise UnsupportedModel(
             f"{folder} has tokenizer.model but no tokenizer.json",
             hint='convert it: python -c "from transformers import AutoTokenizer as T; '
@@ -119,7 +119,7 @@ def _token_text(key: str, value: Any) -> str | None:
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
-    if path.exists():
+    if is_there(path):
         try:
             return read_small_file(path, most_bytes=_MAX_TEMPLATE_BYTES).decode()
         except UnicodeDecodeError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from octavo.core.api.errors import BrokenModel, UnsupportedModel
 from octavo.core.api.ops import LinearWeight, WeightPart
 from octavo.core.config.model_spec import ModelSpec
+from octavo.core.loading.files import is_there
 from octavo.core.loading.hf_config import read_json
 from octavo.core.loading.safetensors_header import SafeTensor, SafetensorsFile
 
@@ -53,11 +54,11 @@ def open_tensors(folder: Path) -> TensorMap:
 
 def _files(folder: Path) -> Iterable[tuple[SafetensorsFile, list[str] | None]]:
     """The files, each with the tensors that an index gives it (None: all)."""
-    if (folder / _SINGLE).exists():
+    if is_there(folder / _SINGLE):
         return [(SafetensorsFile(folder / _SINGLE), None)]
-    if (folder / _INDEX).exists():
+    if is_there(folder / _INDEX):
         return [(SafetensorsFile(folder / name), tensors) for name, tensors in _weight_map(folder).items()]
-    others = sorted(folder.glob("*.safetensors"))
+    others = sorted(path for path in folder.glob("*.safetensors") if is_there(path))
     if len(others) == 1:
         return [(SafetensorsFile(others[0]), None)]
     if others:
@@ -82,7 +83,7 @@ def _weight_map(folder: Path) -> dict[str, list[str]]:
         if not isinstance(name, str) or not name.endswith(".safetensors") or _leaves_folder(name):
             raise BrokenModel(f"{_INDEX} places {tensor[:60]!r} in {str(name)[:60]!r}, which is no safetensors file beside it")
         files.setdefault(name, []).append(tensor)
-    missing = [name for name in files if not (folder / name).exists()]
+    missing = [name for name in files if not is_there(folder / name)]
     if missing:
         raise BrokenModel(f"{folder} lacks {missing[0]} ({len(missing)} of {len(files)} files)", hint="fetch the folder again")
     return files

@@ -421,6 +421,35 @@ def test_what_a_folder_lacks_is_named(
         open_model(folder, models=models)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+     "chat_template.jinja", "chat_template.json", "model.safetensors", "model.safetensors.index.json", "other.safetensors"],
+)  # fmt: skip
+def test_a_link_that_leads_nowhere_is_no_absent_file(opened: Open, models: Mapping[str, ModelManifest], name: str) -> None:
+    folder = opened().path
+    if name == "tokenizer.model":
+        (folder / "tokenizer.json").unlink()
+    if name.endswith((".safetensors", ".index.json")):
+        (folder / "model.safetensors").unlink()
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to("blobs/0123")
+    with pytest.raises(BrokenModel, match=rf"{name} links to blobs/0123, which isn't there; mend the link"):
+        open_model(folder, models=models)
+
+
+def test_a_shard_whose_link_leads_nowhere_is_named(
+    opened: Open, models: Mapping[str, ModelManifest], folder_tensors: Callable[[], dict[str, Any]]
+) -> None:
+    folder = opened().path
+    (folder / "model.safetensors").unlink()
+    (folder / "model-1.safetensors").symlink_to("blobs/0123")
+    index = {"weight_map": dict.fromkeys(folder_tensors(), "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BrokenModel, match=r"model-1\.safetensors links to blobs/0123, which isn't there"):
+        open_model(folder, models=models)
+
+
 def test_a_lone_safetensors_file_may_have_any_name(opened: Open, models: Mapping[str, ModelManifest]) -> None:
     folder = opened().path
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
