@@ -8,7 +8,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from octavo.core.api.errors import BrokenModel
 from octavo.core.config.model_spec import ModelSpec
 
-__all__ = ["check_shapes"]
+__all__ = ["CHECKED", "check_shapes"]
+
+CHECKED = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+    }
+)
+"""The architectures that core ships. Others may fuse, factor or rename any tensor; what theirs must be, their plugin checks."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -16,9 +28,11 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], *, where: str) -> None:
     """Compare ``shapes`` (Hugging Face name → shape) with ``spec``.
 
-    Tensors under the names that decoder-only transformers share must have the shape that the configuration implies, and those
-    without which none of them runs must be there. Raises `BrokenModel`.
+    Tensors under the names that the `CHECKED` architectures share must have the shape that the configuration implies, and those
+    without which none of them runs must be there; nothing is asked of other architectures. Raises `BrokenModel`.
     """
+    if spec.architecture not in CHECKED:
+        return
     for name, shape in _expected(spec):
         found = shapes.get(name)
         if found is None and _required(name, spec):
@@ -31,7 +45,7 @@ def check_shapes(spec: ModelSpec, shapes: Mapping[str, Sequence[int]], *, where:
 
 
 def _required(name: str, spec: ModelSpec) -> bool:
-    """Architectures differ in norms, biases and feed-forward parts; these they all have."""
+    """The architectures differ in norms, biases and feed-forward parts; these they all have."""
     if name == "lm_head.weight":
         return not spec.tie_word_embeddings
     return name.startswith(("model.embed", "model.norm")) or re.search(r"\.self_attn\.[qkvo]_proj\.weight$", name) is not None
