@@ -10,6 +10,7 @@ import numpy as np
 
 from octavo.core.api.kv_cache import KVGroupInfo, KVManager, TableChanges
 from octavo.core.api.scheduling import IntArray
+from octavo.core.kv_cache.peak import whole_peak
 from octavo.core.kv_cache.pool import BlockPool
 
 NEVER = np.iinfo(np.int32).max
@@ -28,7 +29,7 @@ class FullAttentionManager(KVManager):
         self._sharing: set[int] = set()  # slots whose shared_at isn't NEVER
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        return -(-num_tokens // self.block_size)
+        return whole_peak(num_tokens, self.block_size)
 
     def next_change(self, slots: IntArray) -> IntArray:
         bound: IntArray = self.num_columns[slots] * self.block_size

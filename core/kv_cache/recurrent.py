@@ -9,6 +9,7 @@ import numpy as np
 
 from octavo.core.api.kv_cache import KVGroupInfo, KVManager, TableChanges
 from octavo.core.api.scheduling import IntArray
+from octavo.core.kv_cache.peak import state_peak
 from octavo.core.kv_cache.pool import BlockPool
 
 
@@ -34,8 +35,7 @@ class RecurrentStateManager(KVManager):
         self.left: IntArray = np.zeros(max_num_seqs, np.int32)  # the block left at the last edge, held until its key is known
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        # At an edge: the state, the one left at the edge before (till its key is known), and the one that goes on.
-        return min(1 + (num_tokens - 1) // self.block_size, 3)
+        return state_peak(num_tokens, self.block_size)
 
     def next_change(self, slots: IntArray) -> IntArray:
         bound: IntArray = np.where(self.table[slots, 0] == 0, 0, self.next_edge[slots]).astype(np.int32)

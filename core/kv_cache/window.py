@@ -9,6 +9,7 @@ import numpy as np
 from octavo.core.api.kv_cache import KVGroupInfo, SlidingWindow, TableChanges
 from octavo.core.api.scheduling import IntArray
 from octavo.core.kv_cache.full import FullAttentionManager
+from octavo.core.kv_cache.peak import window_peak
 from octavo.core.kv_cache.pool import BlockPool
 
 
@@ -26,8 +27,7 @@ class SlidingWindowManager(FullAttentionManager):
         self.first_live: IntArray = np.zeros(max_num_seqs, np.int32)
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
-        whole = super().peak_blocks(num_tokens, max_chunk)
-        return min(whole, -(-(self.window - 1 + max_chunk) // self.block_size) + 1)
+        return window_peak(num_tokens, max_chunk, self.window - 1, self.block_size)
 
     def next_change(self, slots: IntArray) -> IntArray:
         # A row of one token that ends at e queries e - 1; it leaves block b behind once e - 1 >= (b + 1)·size + window - 1.

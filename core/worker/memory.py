@@ -20,6 +20,7 @@ from octavo.core.api.kv_cache import (
 from octavo.core.api.platform import MemoryInfo
 from octavo.core.config import EngineConfig
 from octavo.core.config.model_spec import ModelSpec
+from octavo.core.kv_cache.peak import peak_of
 
 __all__ = ["activation_bytes", "cache_allowance_bytes", "kv_specs", "settle_blocks"]
 
@@ -149,16 +150,7 @@ class _Need:
 def _need(spec: AnyKVSpec, config: EngineConfig, length: int) -> _Need:
     scheduler = config.scheduler
     speculative = scheduler.num_speculative_tokens if scheduler.speculative else 0
-    whole = -(-(length + speculative) // spec.block_size)
-    if isinstance(spec, RecurrentState):
-        one = min(whole, 3)  # at a block's edge: the state, the one left at the edge before, and the one that goes on
-    elif isinstance(spec, SlidingWindow):
-        # A chunk's first query sees a window before it, and neither end falls on a block's edge.
-        one = min(whole, -(-(spec.window + scheduler.max_num_batched_tokens) // spec.block_size) + 1)
-    elif isinstance(spec, CustomSpec) and spec.kept_tokens is not None:
-        one = min(whole, -(-(spec.kept_tokens + scheduler.max_num_batched_tokens) // spec.block_size) + 1)
-    else:
-        one = whole
+    one = peak_of(spec, length + speculative, scheduler.max_num_batched_tokens)
     if config.cache.enable_prefix_caching and not isinstance(spec, SlidingWindow):
         return _Need(one + 1, _MOST_BLOCKS)  # what no request holds serves as prefix cache
     return _Need(one + 1, scheduler.max_num_seqs * one + 1)
