@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+sys.path.insert(0, str(Path(__file__).with_name("support")))  # modules for tests of any folder
+
 RUN_LIMIT_S = 120
 
 # No example is drawn by chance: a run that passes passes again. `make prove` draws more, from the commit's seed.

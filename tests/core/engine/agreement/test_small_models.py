@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_models import VOCAB_SIZE
 
 from octavo import LLM, RequestOutput, SamplingParams
 
 NUM_TOKENS = 32
-VOCAB_SIZE = 260
 TOLERANCE = 5e-4
 
 
