@@ -93,7 +93,12 @@ class Executor(Protocol):
         """Ask every worker; answers by rank."""
 
     def check_health(self) -> None:
-        """Raises `WorkerDied` if a worker is gone or doesn't answer."""
+        """Raises `WorkerDied` if a worker is gone or doesn't answer.
+
+        The engine asks about once a second while it waits for a step's result, and never while results come sooner. Whatever
+        is raised stops it, as a failed step does; a result that comes meanwhile isn't seen until this returns. Ctrl-C may
+        interrupt it (`KeyboardInterrupt`), and it is asked again at the next wait.
+        """
 
     def shutdown(self) -> None:
         """Stop the workers and leave no process behind. May be called more than once."""

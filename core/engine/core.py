@@ -7,14 +7,17 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
 
 from octavo.core.api.errors import EngineError, OctavoError, PluginError, UsageError
 from octavo.core.api.executor import Executor, ExecutorInfo, WorkerMethod
 from octavo.core.api.kv_cache import CustomSpec, KVManager
 from octavo.core.api.scheduling import FinishedRequest, FinishReason, Request, SchedulerStats, StepOutput, StepPlan, StepResult
 from octavo.core.discovery.loading import root_cause
-from octavo.core.discovery.wording import error_text
+from octavo.core.discovery.wording import error_text, one_line
 from octavo.core.engine.checked import asked, made, policy, proposer
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineCore", "assemble_core", "start_core"]
 
 logger = logging.getLogger("octavo")
+
+_HEALTH_CHECK_S = 1.0
 
 
 class EngineCore:
@@ -171,16 +176,45 @@ class EngineCore:
     def _land(self) -> StepOutput:
         """Wait for the oldest step and apply its result."""
         try:
-            failure = self._in_flight[0].exception()  # may be interrupted: the step stays in flight then
+            failure = self._wait_for(self._in_flight[0])  # may be interrupted: the step stays in flight then
         except CancelledError as error:
             failure = error
         future = self._in_flight.popleft()
         if failure is not None:
             self._fail(failure)
-        result: Any = future.result()
-        if not isinstance(result, StepResult) or result.sampled.dtype.kind != "i":
-            self._fail(PluginError(f"{self._who} completes a step with {result!r}, not a StepResult of token ids"))
+        result = future.result()
+        self._check(result)
         return self._scheduler.update(result)
+
+    def _wait_for(self, future: Future[StepResult]) -> BaseException | None:
+        """What a step failed with, once it has ended. An executor that has lost it may never end it: it is asked meanwhile."""
+        while True:
+            with suppress(TimeoutError):
+                return future.exception(timeout=_HEALTH_CHECK_S)
+            self._check_health()
+
+    def _check_health(self) -> None:
+        try:
+            asked(self._who, "check_health()", self._executor.check_health)
+        except OctavoError as error:
+            self._fail(error)
+
+    def _check(self, result: Any) -> None:
+        """Stop for anything but a `StepResult` of token ids: they index arrays later, of which any would take a wrong one."""
+        sampled = result.sampled if isinstance(result, StepResult) else None
+        if not isinstance(sampled, np.ndarray) or sampled.dtype.kind != "i" or sampled.ndim != 2 or not sampled.size:
+            given = one_line(repr(result))
+            self._fail(PluginError(f"{self._who} completes a step with {given}, not a StepResult of token ids"))
+        # Half of what min() and max() take: those are Python functions.
+        lowest, highest = sampled.item(sampled.argmin()), sampled.item(sampled.argmax())
+        if lowest < -1 or highest >= self.info.vocab_size:
+            self._fail(
+                PluginError(
+                    f"{self._who} completes a step with token id {lowest if lowest < -1 else highest}, expected one from 0 to "
+                    f"{self.info.vocab_size - 1}, or -1 for none",
+                    hint="report this to its vendor",
+                )
+            )
 
     @property
     def _who(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -40,9 +39,10 @@ class MultiprocessExecutor:
         self._channel: Channel | None = None
         self._reader: threading.Thread | None = None
         self._steps: deque[tuple[int, Future[StepResult]]] = deque()
-        self._answers: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
-        self._asking = threading.Lock()  # one question at a time
-        self._lock = threading.Lock()  # of _steps and _failure
+        # By position: an answer belongs to the oldest question, also where nobody waits for it any more (Ctrl-C).
+        self._questions: deque[Future[msgspec.Struct]] = deque()
+        self._asking = threading.Lock()  # they are sent in the order of _questions
+        self._lock = threading.Lock()  # of _steps, _questions and _failure
         self._failure: OctavoError | None = None
         self._pings = 0
 
@@ -96,7 +96,7 @@ class MultiprocessExecutor:
         self._pings += 1
         try:
             self._ask(Ping(number=self._pings), timeout_s=_PING_S)
-        except queue.Empty:
+        except TimeoutError:
             self._fail(WorkerDied(f"the worker process {self.pid} hasn't answered for {_PING_S:.0f} s"))
             raise self._failure or EngineError("the worker doesn't answer") from None
 
@@ -118,15 +118,20 @@ class MultiprocessExecutor:
             self._reader.join()
 
     def _ask(self, question: msgspec.Struct, timeout_s: float | None = None) -> msgspec.Struct:
-        """The worker's answer. Raises its error, or `WorkerDied`, or `queue.Empty` after the time given."""
+        """The worker's answer. Raises its error, or `WorkerDied`, or `TimeoutError` after the time given."""
+        future: Future[msgspec.Struct] = Future()
         with self._asking:
-            if self._failure is not None:
-                raise self._failure
-            self._send(question)
-            answer = self._answers.get(timeout=timeout_s)
-        if isinstance(answer, Failure):
-            raise answer.error()
-        return answer
+            with self._lock:
+                if self._failure is not None:
+                    raise self._failure
+                self._questions.append(future)
+            try:
+                self._send(question)
+            except EngineError:  # it never left
+                with self._lock, suppress(ValueError):  # a shutdown may have failed it meanwhile
+                    self._questions.remove(future)
+                raise
+        return future.result(timeout_s)
 
     def _send(self, message: msgspec.Struct) -> None:
         channel = self._channel
@@ -152,7 +157,7 @@ class MultiprocessExecutor:
     def _hand_out(self, message: msgspec.Struct) -> None:
         step = message.step if isinstance(message, (StepResult, Failure)) else None
         if step is None:
-            self._answers.put(message)
+            self._answer(message)
             return
         with self._lock:
             if not self._steps:
@@ -165,15 +170,26 @@ class MultiprocessExecutor:
             assert isinstance(message, StepResult)
             future.set_result(message)
 
+    def _answer(self, message: msgspec.Struct) -> None:
+        with self._lock:
+            if not self._questions:
+                return  # it was failed by a shutdown
+            future = self._questions.popleft()
+        if isinstance(message, Failure):
+            future.set_exception(message.error())
+        else:
+            future.set_result(message)
+
     def _fail(self, error: OctavoError) -> None:
         """Fail what waits, and whatever comes after, with ``error``; the first one counts."""
         with self._lock:
             if self._failure is None:
                 self._failure = error
             steps, self._steps = self._steps, deque()
-        for _, future in steps:
+            questions, self._questions = self._questions, deque()
+        waiting: list[Future[Any]] = [*(future for _, future in steps), *questions]
+        for future in waiting:
             future.set_exception(error)
-        self._answers.put(Failure.of(error))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

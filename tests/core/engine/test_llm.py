@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
-from octavo.core.api.errors import EngineError, UsageError, WorkerDied
+from octavo.core.api.errors import EngineError, OctavoError, PluginError, UsageError, WorkerDied
 from octavo.core.api.executor import WorkerMethod
 from octavo.core.api.hooks import hookimpl
 from octavo.core.api.sampling import SamplingParams
-from octavo.core.api.scheduling import SchedulerStats, StepPlan
+from octavo.core.api.scheduling import SchedulerStats, StepPlan, StepResult
 from octavo.core.discovery.hooks import Hooks
 from octavo.core.engine.beam_search import BeamSearchParams
 from octavo.core.engine.interrupt import interrupt_deferred
@@ -165,6 +168,130 @@ def test_a_step_that_the_executor_does_not_take_stops_the_engine(
     assert executor.is_shut_down
     with pytest.raises(EngineError, match="the engine has stopped: a step failed"):
         llm.generate("abc", params())
+
+
+@pytest.mark.parametrize(
+    ("failure", "error", "says"),
+    [
+        (WorkerDied("node 3 is gone"), WorkerDied, "^node 3 is gone$"),
+        (OSError("no route"), PluginError, r"executor 'inline' failed in check_health\(\): OSError: no route"),
+        (TimeoutError("no answer"), PluginError, r"executor 'inline' failed in check_health\(\): TimeoutError: no answer"),
+        (SystemExit(3), PluginError, r"executor 'inline' failed in check_health\(\): SystemExit: 3"),
+    ],
+)
+@pytest.mark.timeout(30)
+def test_a_worker_that_is_lost_while_its_step_is_waited_for_ends_the_engine(
+    make_llm: MakeLLM,
+    EchoExecutor: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    error: type[OctavoError],
+    says: str,
+) -> None:
+    monkeypatch.setattr("octavo.core.engine.core._HEALTH_CHECK_S", 0.02)
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    llm.generate("abc", params(3))
+    executor.gate.clear()
+    checks = itertools.count()
+
+    def lost_at_the_third_look() -> None:
+        if next(checks) == 2:
+            raise failure
+
+    monkeypatch.setattr(executor, "check_health", lost_at_the_third_look)
+    with pytest.raises(error, match=says):
+        llm.generate("abc", params())
+    assert executor.is_shut_down
+    with pytest.raises(EngineError, match="the engine has stopped"):
+        llm.generate("abc", params())
+
+
+def test_a_long_step_is_waited_for_and_health_is_asked_about_once_an_interval(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.core.engine.core._HEALTH_CHECK_S", 0.1)
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    num_checks = 0
+
+    def healthy() -> None:
+        nonlocal num_checks
+        num_checks += 1
+
+    monkeypatch.setattr(executor, "check_health", healthy)
+    llm.generate("abc", params(20))
+    assert num_checks == 0, "steps that take a millisecond"
+    executor.gate.clear()
+    threading.Timer(0.55, executor.gate.set).start()
+    assert llm.generate("abc", params(3))[0].outputs[0].text == "abc"
+    assert 1 <= num_checks <= 5
+
+
+@contextmanager
+def _two_interrupts(after_s: float) -> Iterator[None]:
+    """What pressing Ctrl-C twice does to the main thread: the second one isn't deferred."""
+    main = threading.main_thread().ident
+    assert main is not None
+    timers = [threading.Timer(after_s * times, signal.pthread_kill, (main, signal.SIGINT)) for times in (1, 2)]
+    for timer in timers:
+        timer.start()
+    yield
+    for timer in timers:
+        timer.join()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("interval_s", [60.0, 0.01])
+def test_ctrl_c_interrupts_the_wait_and_the_step_stays_in_flight(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, interval_s: float
+) -> None:
+    monkeypatch.setattr("octavo.core.engine.core._HEALTH_CHECK_S", interval_s)
+    executor = EchoExecutor()
+    llm = make_llm(executor, async_scheduling=False)
+    executor.gate.clear()
+    monkeypatch.setattr(executor, "check_health", lambda: time.sleep(0.05))
+    with _two_interrupts(0.2), pytest.raises(KeyboardInterrupt):
+        llm.generate("abcdef", params(9))
+    assert llm.front.core.has_work()
+    executor.gate.set()
+    assert llm.generate("xyz", params(4))[0].outputs[0].text == "xyzx"
+
+
+@pytest.mark.parametrize("token", [-2, 257, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int8])
+def test_a_token_id_outside_the_vocabulary_is_the_executor_s_fault(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, token: int, dtype: Any
+) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    run = executor._run
+
+    def wrong(step: StepPlan) -> Any:
+        result = run(step)
+        result.sampled = result.sampled.astype(dtype) if dtype is not np.int8 else np.full_like(result.sampled, -1, dtype)
+        result.sampled[-1, 0] = -2 if dtype is np.int8 else token
+        return result
+
+    monkeypatch.setattr(executor, "_run", wrong)
+    says = rf"executor 'inline' completes a step with token id {-2 if dtype is np.int8 else token}, expected one from 0 to 256"
+    with pytest.raises(PluginError, match=says):
+        llm.generate(["abc", "defg"], params(4))
+    assert executor.is_shut_down
+
+
+def test_a_result_without_an_array_is_the_executor_s_fault(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    monkeypatch.setattr(executor, "_run", lambda step: StepResult(step=step.step, sampled=[[1]]))  # type: ignore[arg-type]
+    with pytest.raises(PluginError, match=r"executor 'inline' completes a step with .*, not a StepResult of token ids"):
+        llm.generate("abc", params(4))
+
+
+def test_the_last_token_of_the_vocabulary_is_one_of_it(make_llm: MakeLLM) -> None:
+    assert make_llm().generate("a<end>", params(2, ignore_eos=True))[0].outputs[0].token_ids[-1] == 256
 
 
 def test_after_close_nothing_runs_and_closing_again_is_harmless(make_llm: MakeLLM, EchoExecutor: Any) -> None:

@@ -129,6 +129,22 @@ def test_a_failed_step_keeps_its_message_and_a_silent_worker_is_reported(
         executor.check_health()
 
 
+def test_an_answer_that_nobody_waits_for_any_more_is_not_taken_for_the_next_one(executor: MultiprocessExecutor) -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    assert executor.pid is not None
+    os.kill(executor.pid, signal.SIGSTOP)
+    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        executor.check_health()
+    timer.join()
+    os.kill(executor.pid, signal.SIGCONT)
+    (counters,) = executor.call(WorkerMethod.COUNTERS)
+    assert set(counters) >= {"host_to_device", "device_to_host"}
+    executor.check_health()
+
+
 def test_a_failed_start_raises_what_the_worker_raised(config: EngineConfig, tmp_path: Path) -> None:
     executor = MultiprocessExecutor()
     with pytest.raises(UsageError, match="no device 7"):
