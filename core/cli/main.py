@@ -38,6 +38,8 @@ COMMANDS: Mapping[str, str] = {
 
 LEVELS = ("debug", "info", "warning", "error")
 INTERRUPTED = 130
+_NAME = "octavo.command"
+"""Key of the context's ``meta``: the command that is being run."""
 
 
 class _Commands(click.Group):
@@ -50,17 +52,35 @@ class _Commands(click.Group):
         if cmd_name in COMMANDS:
             module = import_module(f"octavo.core.cli.{cmd_name}")
             command: Any = module.command
-        elif any(entry.name == cmd_name for entry in _plugin_commands()):
+        elif (entry := _plugin_command(cmd_name)) is not None:
             from octavo.core.discovery import installed
 
             command = installed().load("command", cmd_name)
+            if not isinstance(command, click.Command):
+                raise PluginError(
+                    f"command {cmd_name!r} ({entry.origin}) isn't a click command but {type(command).__name__}",
+                    hint="report this to its vendor",
+                )
         else:
             return None
-        if not isinstance(command, click.Command):
-            raise PluginError(f"command {cmd_name!r} isn't a click command but {type(command).__name__}")
         return _with_common_options(command)
 
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Raises `PluginError` for what a plugin's raises without meaning to."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            entry = _plugin_command(ctx.meta.get(_NAME))
+            if entry is None or _is_meant(error):
+                raise
+            from octavo.core.discovery.wording import error_text
+
+            raise PluginError(
+                f"command {entry.name!r} ({entry.origin}) failed: {error_text(error)}", hint="--debug shows the traceback"
+            ) from error
+
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        ctx.meta[_NAME] = args[0] if args else None
         if args and self.get_command(ctx, args[0]) is None:
             ctx.fail(f"there is no command {args[0]!r}{nearest(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
@@ -74,6 +94,19 @@ def _plugin_commands() -> Sequence[Any]:
     from octavo.core.discovery import installed
 
     return [entry for entry in installed().of_kind("command") if entry.table is not None and entry.name not in COMMANDS]
+
+
+def _plugin_command(name: str | None) -> Any:
+    """The plugin's entry of that name; None where there is none."""
+    return next((entry for entry in _plugin_commands() if entry.name == name), None)
+
+
+def _is_meant(error: Exception) -> bool:
+    """Whether `main` has a line for it, whoever raises it."""
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    return full or isinstance(
+        error, (click.ClickException, click.exceptions.Exit, click.Abort, OctavoError, BrokenPipeError, MemoryError)
+    )
 
 
 def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,33 +38,51 @@ class _Hook:
 class Hooks:
     """The lifecycle hooks of one engine. Without plugins every call is a look into an empty table."""
 
-    def __init__(self, plugins: Mapping[str, Any] | None = None, *, budget_ms: float | None = None) -> None:
-        """``plugins``: objects (or classes, constructed here) with hooks, by plugin name. Raises `PluginUnavailable`."""
-        self._manager = pluggy.PluginManager("octavo")
-        self._manager.add_hookspecs(HookSpecs)
+    def __init__(
+        self,
+        plugins: Mapping[str, Any] | None = None,
+        *,
+        budget_ms: float | None = None,
+        origins: Mapping[str, str] | None = None,
+        unasked: Collection[str] = (),
+    ) -> None:
+        """``plugins``: objects (or classes, constructed here) with hooks, by plugin name; ``origins``: their distributions.
+
+        Raises `PluginUnavailable` for one that can't be used; those that nobody asked for (``unasked``) are left out instead.
+        """
+        self._manager = _manager()
         self._budget_s = (environment.hook_budget_ms() if budget_ms is None else budget_ms) / 1e3
         self._hooks: dict[str, list[_Hook]] = defaultdict(list)
         self._errors: Counter[str] = Counter()
         self._slow: Counter[str] = Counter()
         self._reported: set[tuple[str, str]] = set()
-        instances = {name: self._register(name, plugin) for name, plugin in (plugins or {}).items()}
+        self._origins = origins or {}
+        instances = {}
+        for name, plugin in (plugins or {}).items():
+            try:
+                instances[name] = self._register(name, plugin)
+            except PluginUnavailable as error:
+                _leave_out(error, asked=name not in unasked)
         for name, instance in instances.items():
             self._take_apart(name, instance)
 
     @classmethod
     def load(cls, registry: Registry, config: EngineConfig) -> Hooks:
         """The hooks that ``--plugin`` names or that autoload. Raises `PluginUnavailable` for one that was named and fails."""
-        plugins = {}
+        plugins, origins, unasked = {}, {}, set()
         for entry in registry.of_kind("hook"):
             if not is_on(entry, config.plugins.plugin):
                 continue
+            asked = is_named(entry, config.plugins.plugin)
             try:
                 plugins[entry.name] = registry.load("hook", entry.name)
             except PluginUnavailable as error:
-                if is_named(entry, config.plugins.plugin):
-                    raise
-                logger.warning("%s; going on without it", error)  # nobody asked for it by name
-        return cls(plugins)
+                _leave_out(error, asked=asked)
+                continue
+            origins[entry.name] = entry.origin
+            if not asked:
+                unasked.add(entry.name)
+        return cls(plugins, origins=origins, unasked=unasked)
 
     def __bool__(self) -> bool:
         return any(self._hooks.values())
@@ -91,26 +109,32 @@ class Hooks:
         return figures
 
     def _register(self, name: str, plugin: Any) -> Any:
+        """The plugin's object, with the manager. Raises `PluginUnavailable`; the manager has nothing of it then."""
+        who = self._who(name)
         try:
             instance = plugin() if isinstance(plugin, type) else plugin
         except (Exception, SystemExit) as error:
-            raise PluginUnavailable(f"hook {name!r} failed in __init__(): {error_text(error)}") from error
+            raise PluginUnavailable(f"{who} failed in __init__(): {error_text(error)}") from error
+        alone = _manager()  # where it fails, it leaves traces
         try:
-            self._manager.register(instance, name)
-            self._manager.check_pending()
+            alone.register(instance, name)
+            alone.check_pending()
         except pluggy.PluginValidationError as error:
-            raise PluginUnavailable(f"hook {name!r} doesn't fit octavo.api's hooks: {error}") from error
+            raise PluginUnavailable(f"{who} doesn't fit octavo.api's hooks: {error}") from error
+        if not alone.get_hookcallers(instance):
+            raise PluginUnavailable(f"{who} has no hook: mark its methods with octavo.api.hooks.hookimpl")
+        self._manager.register(instance, name)
         return instance
 
     def _take_apart(self, name: str, instance: Any) -> None:
         """A caller of its own for each hook of the plugin, so that each failure has a name."""
-        callers = self._manager.get_hookcallers(instance) or []
-        if not callers:
-            raise PluginUnavailable(f"hook {name!r} has no hook: mark its methods with octavo.api.hooks.hookimpl")
         others = [other for other in self._manager.get_plugins() if other is not instance]
-        for caller in callers:
+        for caller in self._manager.get_hookcallers(instance) or ():
             alone = self._manager.subset_hook_caller(caller.name, others)
             self._hooks[caller.name].append(_Hook(name, alone))
+
+    def _who(self, name: str) -> str:
+        return f"hook {name!r} ({self._origins[name]})" if name in self._origins else f"hook {name!r}"
 
     def _call(self, hook: str, **arguments: Any) -> Sequence[tuple[str, Any]]:
         """Answers with the names of the plugins that gave them."""
@@ -148,6 +172,19 @@ class Hooks:
             logger.warning(
                 "plugin %r took %.0f ms in %s, its budget is %.0f ms", plugin, seconds * 1e3, hook, self._budget_s * 1e3
             )
+
+
+def _manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager("octavo")
+    manager.add_hookspecs(HookSpecs)
+    return manager
+
+
+def _leave_out(error: PluginUnavailable, *, asked: bool) -> None:
+    """Go on without a plugin. Raises ``error`` again where the operator asked for it by name."""
+    if asked:
+        raise error
+    logger.warning("%s; going on without it", error)
 
 
 def _debugging(error: BaseException) -> BaseException | None:

@@ -222,7 +222,57 @@ class TestPluginCommands:
     ) -> None:
         self.add(local_plugins, body)
         assert cli.main(["tool"]) == 3
-        assert says in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert says in err
+        assert "command 'tool' (acme-tools 1.0)" in err
+
+    @pytest.mark.parametrize(
+        ("body", "says"),
+        [
+            ("def tool(): {}['x']", "KeyError: 'x'"),
+            ("def tool(): raise FileNotFoundError(2, 'no such file', 'acme.db')", "FileNotFoundError: [Errno 2] no such file"),
+            ("def tool(): raise ValueError('two\\nlines')", "ValueError: two lines"),
+            (
+                "class Mute(Exception):\n    def __str__(self): raise OSError\ndef tool(): raise Mute",
+                "Mute (its text can't be shown)",
+            ),
+            ("@click.option('--x', default='1', type=lambda _: {}['y'])\ndef tool(x): pass", "KeyError: 'y'"),
+        ],
+    )
+    @pytest.mark.parametrize("debug", [(), ("--debug",)])
+    def test_one_that_raises_is_named_with_its_distribution(
+        self, local_plugins: Any, capsys: pytest.CaptureFixture[str], body: str, says: str, debug: tuple[str, ...]
+    ) -> None:
+        head, _, last = body.rpartition("def tool")
+        options = "\n".join(line for line in head.splitlines() if line.startswith("@"))
+        rest = "\n".join(line for line in head.splitlines() if not line.startswith("@"))
+        self.add(local_plugins, f"import click\n{rest}\n@click.command()\n{options}\ndef tool{last}\n")
+        assert cli.main([*debug, "tool"]) == 3
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.splitlines()[-1].startswith(f"octavo: error: command 'tool' (acme-tools 1.0) failed: {says}")
+        assert ("Traceback" in err) is bool(debug)
+        assert debug or err.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        ("raised", "code", "line"),
+        [
+            ("click.UsageError('not so')", 2, "octavo: error: not so (see octavo tool --help)"),
+            ("Refused('can not')", 3, "octavo: error: can not"),
+            ("OSError(28, 'No space left on device')", 1, "octavo: error: can't write: No space left on device"),
+            ("MemoryError", 4, "octavo: error: the host has too little memory"),
+            ("KeyboardInterrupt", 130, "octavo: interrupted"),
+            ("click.Abort", 130, "octavo: interrupted"),
+            ("click.exceptions.Exit(7)", 7, ""),
+        ],
+    )
+    def test_what_it_raises_on_purpose_ends_it_as_core_s_own(
+        self, local_plugins: Any, capsys: pytest.CaptureFixture[str], raised: str, code: int, line: str
+    ) -> None:
+        body = f"import click\nfrom octavo.api.errors import Refused\n@click.command()\ndef tool(): raise {raised}\n"
+        self.add(local_plugins, body)
+        assert cli.main(["tool"]) == code
+        assert capsys.readouterr().err.rstrip("\n") == line
 
 
 class TestEngineOptions:

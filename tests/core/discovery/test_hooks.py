@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -155,3 +156,62 @@ def test_a_hook_plugin_that_fails_is_fatal_when_named_and_left_out_when_it_autol
     assert "'other' (acme-other 1.0) is failed-to-load: OSError: no socket; going on without it" in log.text
     with pytest.raises(PluginUnavailable, match=r"hook 'counter' \(acme-metrics 1.0\) is failed-to-load: OSError: no socket"):
         Hooks.load(local_plugins.registry(), EngineConfig.from_flat(plugin="counter"))
+
+
+BROKEN = {
+    "its __init__ raises": (
+        "def __init__(self): raise OSError('no socket')\n    @hookimpl\n    def octavo_metrics(self): return {}",
+        r"failed in __init__\(\): OSError: no socket",
+    ),
+    "its __init__ ends the process": (
+        "def __init__(self): raise SystemExit(3)\n    @hookimpl\n    def octavo_metrics(self): return {}",
+        r"failed in __init__\(\): SystemExit: 3",
+    ),
+    "a hook that doesn't exist": (
+        "@hookimpl\n    def octavo_metrix(self): return {}",
+        "doesn't fit octavo.api's hooks: .*metrix",
+    ),
+    "a wrong argument": (
+        "@hookimpl\n    def octavo_engine_stopped(self): pass\n    @hookimpl\n    def octavo_metrics(self, tokens): return {}",
+        "doesn't fit octavo.api's hooks: .*tokens",
+    ),
+    "no hook": ("def octavo_metrics(self): return {}", "has no hook: mark its methods"),
+}
+
+
+def add_hook(box: Any, name: str, body: str, *, autoload: str) -> None:
+    box.add(
+        f"acme-{name}",
+        manifest=MANIFEST.format(autoload=autoload).replace("counter", name).replace("acme-metrics", f"acme-{name}"),
+        files={"code.py": f"from octavo.api.hooks import hookimpl\nclass Counter:\n    {body}\n"},
+        entry_points={"octavo.hooks": {name: f"acme_{name}.code:Counter"}},
+    )
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_that_can_not_be_made_is_left_out_when_nobody_asked_for_it(
+    local_plugins: Any, log: pytest.LogCaptureFixture, fault: str, first: bool
+) -> None:
+    body, says = BROKEN[fault]
+    good = "@hookimpl\n    def octavo_metrics(self): return {'one': 1}"
+    for name, code in sorted({"bad" if first else "wrong": body, "good": good}.items()):
+        add_hook(local_plugins, name, code, autoload="true")
+    hooks = Hooks.load(local_plugins.registry(), EngineConfig())
+    assert hooks.call("octavo_metrics") == [{"good/one": 1.0}]
+    assert hooks.call("octavo_engine_stopped") == []
+    (record,) = log.records
+    name = "bad" if first else "wrong"
+    assert re.fullmatch(rf"hook '{name}' \(acme-{name} 1.0\) {says}.*; going on without it", record.getMessage())
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+@pytest.mark.parametrize("enabled", ["bad", "acme-bad"])
+@pytest.mark.parametrize("autoload", ["true", "false"])
+def test_a_hook_that_can_not_be_made_is_fatal_when_it_was_asked_for(
+    local_plugins: Any, fault: str, enabled: str, autoload: str
+) -> None:
+    body, says = BROKEN[fault]
+    add_hook(local_plugins, "bad", body, autoload=autoload)
+    with pytest.raises(PluginUnavailable, match=rf"hook 'bad' \(acme-bad 1.0\) {says}"):
+        Hooks.load(local_plugins.registry(), EngineConfig.from_flat(plugin=enabled))
