@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from octavo.core.api.errors import EngineError, OctavoError, PluginError, PluginUnavailable
+from octavo.core.discovery.registry import forget_installed
 
 POLICY = "import sys\nfrom octavo.api.scheduling import SchedulingPolicy\nclass It(SchedulingPolicy):\n    name = 'it'\n"
 PROPOSER = "import sys\nfrom octavo.api.scheduling import Proposer\nclass It(Proposer):\n    name = 'it'\n"
@@ -28,11 +30,11 @@ class It(InlineExecutor):
 HOOK = "import sys\nfrom octavo.api.hooks import hookimpl\nclass It:\n"
 
 
-def install(box: Any, kind: str, head: str, body: str, more: str = "") -> None:
+def install(box: Any, kind: str, head: str, body: str, more: str = "", *, plugin: str = "") -> None:
     group = {"scheduling_policy": "scheduling_policies"}.get(kind, f"{kind}s")
     box.add(
         "acme-it",
-        manifest=f'[plugin]\nname = "acme-it"\napi = "1.0"\n[{kind}.it]\n{more}\n',
+        manifest=f'[plugin]\nname = "acme-it"\napi = "1.0"\n{plugin}\n[{kind}.it]\n{more}\n',
         files={"it.py": head + textwrap.indent(body, "    ") + "\n"},
         entry_points={f"octavo.{group}": {"it": "acme_it.it:It"}},
     )
@@ -131,8 +133,21 @@ def test_a_hook_that_ends_the_process_does_not(local_plugins: Any, model: Path, 
 
 def test_a_hook_that_can_not_be_made_is_named(local_plugins: Any, model: Path) -> None:
     install(local_plugins, "hook", HOOK, "def __init__(self): sys.exit(4)\n@hookimpl\ndef octavo_engine_stopped(self): pass")
-    with pytest.raises(PluginUnavailable, match=r"hook 'it' failed in __init__\(\): SystemExit: 4"):
+    with pytest.raises(PluginUnavailable, match=r"hook 'it' \(acme-it 1.0\) failed in __init__\(\): SystemExit: 4"):
         run(model, plugin=("acme-it",))
+
+
+def test_a_hook_that_can_not_be_made_and_that_nobody_asked_for_stops_nothing(
+    local_plugins: Any, model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("octavo"), "propagate", True)
+    expected = run(model)
+    body = "def __init__(self): raise OSError('x')\n@hookimpl\ndef octavo_engine_stopped(self): pass"
+    install(local_plugins, "hook", HOOK, body, plugin="autoload = true")
+    forget_installed()
+    assert run(model) == expected
+    says = "hook 'it' (acme-it 1.0) failed in __init__(): OSError: x; going on without it"
+    assert [record.getMessage() for record in caplog.records].count(says) == 1
 
 
 def test_two_models_for_one_architecture_are_both_named(local_plugins: Any, model: Path) -> None:
