@@ -127,7 +127,7 @@ class InlineExecutor:
             if launched is None:
                 return
             if launched.done:
-                future.set_result(launched.result())
+                self._finish(future, what, launched.result)
             else:
                 # It takes no more work when the interpreter ends: then the step fails, rather than being waited for.
                 self._settle(future, what, lambda: collector.submit(self._finish, future, what, launched.result))

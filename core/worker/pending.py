@@ -17,7 +17,7 @@ from octavo.core.worker.transfers import Download
 
 __all__ = ["LogprobRequest", "PendingStep"]
 
-_WHY_FAILED = "the model's logits are NaN or infinite, or no token is allowed; check the weights, the dtype and the token masks"
+_WHY_FAILED = "the logits are NaN or infinite, or no token is allowed; check the weights, the dtype and the token masks"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,10 @@ from octavo.core.api.platform import Platform
 from octavo.core.api.scheduling import StepPlan, StepResult
 from octavo.core.discovery import installed
 from octavo.core.worker.caches import GroupCaches
+from octavo.core.worker.in_use import CheckedModel, InUse, NamedStep, checked_sampler
 from octavo.core.worker.memory import activation_bytes, cache_allowance_bytes, kv_specs, settle_blocks
 from octavo.core.worker.model_runner import ModelRunner, RunnerLimits
 from octavo.core.worker.named import free_memory, is_out_of_memory, kv_format, named
-from octavo.core.worker.pending import PendingStep
 
 if TYPE_CHECKING:
     from octavo.core.config import EngineConfig
@@ -103,7 +103,10 @@ class DeviceWorker:
             num_speculative_tokens=speculative,
             seed=config.model.seed,
         )
-        self._runner = ModelRunner(loaded.model, self._groups, groups, loaded.ops, loaded.platform, limits)
+        model: Any = loaded.model
+        if loaded.in_use.has_outside_arithmetic:
+            model = CheckedModel(loaded.model, spec.vocab_size, loaded.in_use)
+        self._runner = ModelRunner(model, self._groups, groups, loaded.ops, loaded.platform, limits)
         return WorkerInfo(
             kv=groups,
             vocab_size=spec.vocab_size,
@@ -111,13 +114,16 @@ class DeviceWorker:
             attention={group.name: backend.manifest.name for group, backend in loaded.named_backends()},
         )
 
-    def launch(self, plan: StepPlan) -> PendingStep:
+    def launch(self, plan: StepPlan) -> NamedStep:
         """Start one step; its result can be read from any thread, also after later steps are launched."""
-        runner = self._runner
-        if runner is None:
+        runner, loaded = self._runner, self._loaded
+        if runner is None or loaded is None:
             raise EngineError("the worker has no caches: allocate() comes before the first step")
-        return _guard_memory(
-            f"step {plan.step}", lambda: runner.launch(plan), hint="lower --max-num-batched-tokens or --max-num-seqs"
+        what, in_use = f"step {plan.step}", loaded.in_use
+        pending = _guard_memory(
+            what,
+            lambda: in_use.named(what, lambda: runner.launch(plan)),
+            hint="lower --max-num-batched-tokens or --max-num-seqs",
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -125,6 +131,7 @@ class DeviceWorker:
         return self.launch(plan).result()
 
     def call(self, method: WorkerMethod, **kwargs: Any) -> Any:
+        return NamedStep(plan.step, pending, loaded.resolved.spec.vocab_size, in_use)
         """Answer a `WorkerMethod`. Raises `UsageError` for one that this worker has no answer to."""
         if method is WorkerMethod.KV_MEMORY:
             return self._kv_memory()
@@ -189,11 +196,12 @@ class _Loaded:
         )
         free_before = free_memory(self.platform).free_bytes
         with torch.no_grad():
-            self.model = model(resolved.spec, resolved.source.weights(), build)
+            self.model = self.in_use.named("loading the model", lambda: model(resolved.spec, resolved.source.weights(), build))
         self.weights_bytes = max(free_before - free_memory(self.platform).free_bytes, 0)
 
     def named_backends(self) -> Sequence[tuple[Any, AttentionBackend]]:
         return list(zip(self.resolved.groups, self.backends, strict=True))
+        self.in_use = InUse(resolved, registry)
 
 
 def _backend(cls: type[AttentionBackend], group: AttentionGroup, platform: Platform) -> AttentionBackend:
@@ -214,7 +222,7 @@ def load_ops(chosen: Mapping[str, str], platform: Platform) -> Ops:
         if name == "default":
             continue
         if name not in offers:
-            offers[name] = _offer(name, registry.load("ops", name), registry.find("ops", name).table.implements, platform)
+            offers[name] = _offer(name, registry.load("ops", name), entry.table.implements, platform)
         overrides[op] = offers[name][op]
     return Ops(overrides, platform=platform)
 
@@ -225,9 +233,17 @@ def _offer(
     """What an ops plugin gives, checked against what its manifest says."""
     offer = named(f"ops plugin {name!r}", "making its ops", lambda: target(platform))
     if not isinstance(offer, Mapping):
+        entry = registry.find("ops", name)
         raise PluginError(f"ops plugin {name!r} gives {offer!r}, not ops by name")
     if set(offer) != set(declared):
         raise PluginError(
+        who = f"ops plugin {name!r} ({entry.origin}) for {op}"
+        try:
+            Ops({op: overrides[op]}, platform=platform)
+        except PluginError as error:
+            raise PluginError(f"{who}: {error.message}", hint="report this to its vendor") from error
+        if op == "verify_and_sample" and entry.distribution != "octavo":
+            overrides[op] = checked_sampler(overrides[op], who)
             f"ops plugin {name!r} gives {', '.join(sorted(offer)) or 'nothing'}, its manifest declares "
             f"{', '.join(sorted(declared))}",
             hint="the two must agree: report this to its vendor",
