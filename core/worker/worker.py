@@ -125,13 +125,13 @@ class DeviceWorker:
             lambda: in_use.named(what, lambda: runner.launch(plan)),
             hint="lower --max-num-batched-tokens or --max-num-seqs",
         )
+        return NamedStep(plan.step, pending, loaded.resolved.spec.vocab_size, in_use)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
         return self.launch(plan).result()
 
     def call(self, method: WorkerMethod, **kwargs: Any) -> Any:
-        return NamedStep(plan.step, pending, loaded.resolved.spec.vocab_size, in_use)
         """Answer a `WorkerMethod`. Raises `UsageError` for one that this worker has no answer to."""
         if method is WorkerMethod.KV_MEMORY:
             return self._kv_memory()
@@ -195,13 +195,13 @@ class _Loaded:
             max_model_len=max_model_len,
         )
         free_before = free_memory(self.platform).free_bytes
+        self.in_use = InUse(resolved, registry)
         with torch.no_grad():
             self.model = self.in_use.named("loading the model", lambda: model(resolved.spec, resolved.source.weights(), build))
         self.weights_bytes = max(free_before - free_memory(self.platform).free_bytes, 0)
 
     def named_backends(self) -> Sequence[tuple[Any, AttentionBackend]]:
         return list(zip(self.resolved.groups, self.backends, strict=True))
-        self.in_use = InUse(resolved, registry)
 
 
 def _backend(cls: type[AttentionBackend], group: AttentionGroup, platform: Platform) -> AttentionBackend:
@@ -221,9 +221,17 @@ def load_ops(chosen: Mapping[str, str], platform: Platform) -> Ops:
     for op, name in chosen.items():
         if name == "default":
             continue
+        entry = registry.find("ops", name)
         if name not in offers:
             offers[name] = _offer(name, registry.load("ops", name), entry.table.implements, platform)
         overrides[op] = offers[name][op]
+        who = f"ops plugin {name!r} ({entry.origin}) for {op}"
+        try:
+            Ops({op: overrides[op]}, platform=platform)
+        except PluginError as error:
+            raise PluginError(f"{who}: {error.message}", hint="report this to its vendor") from error
+        if op == "verify_and_sample" and entry.distribution != "octavo":
+            overrides[op] = checked_sampler(overrides[op], who)
     return Ops(overrides, platform=platform)
 
 
@@ -233,17 +241,9 @@ def _offer(
     """What an ops plugin gives, checked against what its manifest says."""
     offer = named(f"ops plugin {name!r}", "making its ops", lambda: target(platform))
     if not isinstance(offer, Mapping):
-        entry = registry.find("ops", name)
         raise PluginError(f"ops plugin {name!r} gives {offer!r}, not ops by name")
     if set(offer) != set(declared):
         raise PluginError(
-        who = f"ops plugin {name!r} ({entry.origin}) for {op}"
-        try:
-            Ops({op: overrides[op]}, platform=platform)
-        except PluginError as error:
-            raise PluginError(f"{who}: {error.message}", hint="report this to its vendor") from error
-        if op == "verify_and_sample" and entry.distribution != "octavo":
-            overrides[op] = checked_sampler(overrides[op], who)
             f"ops plugin {name!r} gives {', '.join(sorted(offer)) or 'nothing'}, its manifest declares "
             f"{', '.join(sorted(declared))}",
             hint="the two must agree: report this to its vendor",
