@@ -22,7 +22,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.config.model_spec import ModelSpec
 from octavo.core.kv_cache.peak import peak_of
 
-__all__ = ["activation_bytes", "cache_allowance_bytes", "kv_specs", "settle_blocks"]
+__all__ = ["activation_bytes", "cache_allowance_bytes", "kv_specs", "logits_bytes", "settle_blocks"]
 
 _MIB = 2**20
 
@@ -82,9 +82,23 @@ def activation_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int) ->
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     widest = 4 * spec.hidden_size + 3 * spec.intermediate_size + 3 * heads
     speculative = scheduler.num_speculative_tokens if scheduler.speculative else 0
-    # Logits in float32, then probabilities, their sorted copy and its running sum.
-    logits = scheduler.max_num_seqs * (1 + speculative) * spec.vocab_size * 4 * 4
-    return scheduler.max_num_batched_tokens * widest * dtype_bytes + logits
+    seen = scheduler.max_num_seqs * spec.vocab_size * 4  # int32 counts, for penalties
+    logits = logits_bytes(scheduler.max_num_seqs, speculative, spec.vocab_size)
+    return scheduler.max_num_batched_tokens * widest * dtype_bytes + logits + seen
+
+
+_LEAST_LOGIT_ROWS = 8
+"""So that log probabilities of one prompt token over the whole vocabulary fit however few requests may run."""
+_LOGIT_WORDS = 8
+"""The float32 logits, those that are drawn from, their probabilities, the sorted copy with its int64 places, and the log
+probabilities asked for are six or seven at once.
+"""
+
+
+def logits_bytes(max_num_seqs: int, num_speculative_tokens: int, vocab_size: int) -> int:
+    """What is set aside for logits and what is made of them; `Sampler` computes log probabilities in parts that fit."""
+    rows = max(max_num_seqs * (1 + num_speculative_tokens), _LEAST_LOGIT_ROWS)
+    return rows * vocab_size * 4 * _LOGIT_WORDS
 
 
 def cache_allowance_bytes(config: EngineConfig, memory: MemoryInfo, activations_bytes: int) -> int:

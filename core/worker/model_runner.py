@@ -21,6 +21,7 @@ from octavo.core.layers.context import LayerCache, StepContext
 from octavo.core.layers.ops import Ops
 from octavo.core.worker.caches import GroupCaches
 from octavo.core.worker.input_batch import ON_DEVICE, InputBatch, StepLayout
+from octavo.core.worker.memory import logits_bytes
 from octavo.core.worker.pending import PendingStep
 from octavo.core.worker.sampler import Sampled, Sampler, StepSampling
 from octavo.core.worker.transfers import Transfers
@@ -72,6 +73,7 @@ class ModelRunner:
             self.transfers,
             max_num_seqs=limits.max_num_seqs,
             vocab_size=limits.vocab_size,
+            workspace_bytes=logits_bytes(limits.max_num_seqs, limits.num_speculative_tokens, limits.vocab_size),
             seed=limits.seed,
             readable=not self._streams,
         )
@@ -116,16 +118,18 @@ class ModelRunner:
 
         found: list[Tensor] = []
         if len(layout.sampled):
-            logits = self._model.logits(x, residual, sent["logit_tokens"], step)
-            sampled, found = self._sampler.sample(logits, sampling, sent)
+            # No name is given to the logits: their memory is needed for what follows.
+            sampled, found = self._sampler.sample(self._model.logits(x, residual, sent["logit_tokens"], step), sampling, sent)
             self._remember(sampled, sent)
-        found += self._sampler.prompt_logprobs(lambda rows: self._model.logits(x, residual, rows, step), sampling, sent)
+        early, rest = self._sampler.prompt_logprobs(lambda rows: self._model.logits(x, residual, rows, step), sampling, sent)
+        found += rest
         return PendingStep(
             layout,
             self._batch.advance(layout),
             self.transfers.download(found) if found else None,
             logprobs=sampling.logprobs,
             prompt_logprobs=sampling.prompt_logprobs,
+            early=early,
         )
 
     def _step_arrays(self, layout: StepLayout, sampling: StepSampling) -> Mapping[str, NDArray[Any]]:

@@ -61,12 +61,15 @@ class PendingStep:
         *,
         logprobs: LogprobRequest | None = None,
         prompt_logprobs: LogprobRequest | None = None,
+        early: Sequence[Sequence[NDArray[np.int32]]] = (),
     ) -> None:
+        """``early``: the first prompt log probabilities, three arrays each time, where the device couldn't hold them all."""
         self.advanced = advanced
         self._layout = layout
         self._download = download
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
+        self._early = early
         self._lock = threading.Lock()
         self._result: StepResult | None = None
 
@@ -84,7 +87,7 @@ class PendingStep:
         with self._lock:
             if self._result is None:
                 self._result = self._read()
-                self._download = None
+                self._download, self._early = None, ()
             return self._result
 
     def sampled(self) -> tuple[IntArray, IntArray | None]:
@@ -111,7 +114,8 @@ class PendingStep:
         if self._logprobs is not None:
             logprobs, arrays = self._logprobs.message(arrays[:3], tokens), arrays[3:]
         if self._prompt_logprobs is not None:
-            prompt_logprobs = self._prompt_logprobs.message(arrays, None)
+            columns = zip(*self._early, arrays, strict=True)
+            prompt_logprobs = self._prompt_logprobs.message([np.concatenate(column) for column in columns], None)
         return StepResult(
             step=layout.step,
             sampled=sampled,

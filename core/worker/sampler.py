@@ -6,7 +6,7 @@ It keeps the requests' parameters by slot, says what each step has to send to th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,16 @@ from octavo.core.worker.transfers import Transfers
 
 __all__ = ["FAILED", "Penalties", "Sampled", "Sampler", "SamplingBatch", "StepSampling", "verify_and_sample"]
 
-_PROMPT_LOGPROB_ROWS = 256
-"""Prompt tokens whose logits are made at once: a whole chunk's would take gigabytes with a large vocabulary."""
+_MOST_ROWS = 256
+"""Tokens whose log probabilities are made at once: more make nothing faster."""
+_LOGPROB_BYTES = 12
+"""Of one token of the vocabulary, in one row: its logit, its log probability, a comparison."""
+_ALTERNATIVE_BYTES = 40
+"""Of one alternative while it is found: value and int64 place, sorted and joined to the token's own, and the result."""
+_RESULT_BYTES = 8
+"""Of one alternative that was found: its int32 id, its float32 log probability."""
+
+_Arrays = Sequence[NDArray[Any]]
 
 Logits = Callable[[Tensor], Tensor]
 """Token rows [r] int64 of the step → their logits [r, vocab] float32."""
@@ -62,11 +70,19 @@ class Sampler:
         *,
         max_num_seqs: int,
         vocab_size: int,
+        workspace_bytes: int,
         seed: int,
         readable: bool,
     ) -> None:
-        """``op`` is ``verify_and_sample``; ``readable`` = looking at a device value costs nothing (the device is the host)."""
+        """``op`` is ``verify_and_sample``; ``readable`` = looking at a device value costs nothing (the device is the host).
+        ``workspace_bytes`` is what a step may take on the device for logits and what is made of them.
+        """
         self._op = op
+        self._transfers = transfers
+        self._vocab_size = vocab_size
+        # A quarter is kept for the sampled tokens' log probabilities, which stay while the prompt's are made. Half of the rest
+        # is for making some, half for holding those that are made.
+        self._part_bytes = workspace_bytes * 3 // 8
         self._readable = readable
         self._state = SamplingState(max_num_seqs, vocab_size, seed)
         self._penalties = PenaltyState(transfers, max_num_seqs, vocab_size)
@@ -133,20 +149,43 @@ class Sampler:
             found.append(sampled.num_accepted)
         if raw is not None and step.logprobs is not None:
             tokens = sampled.token_ids.reshape(-1).index_select(0, sent["logprob_tokens"])
-            found += _parts(token_logprobs(raw, tokens, int(step.logprobs.wanted.max())))
+            num_alternatives = int(step.logprobs.wanted.max())
+            parts = [
+                _parts(token_logprobs(raw[rows], tokens[rows], num_alternatives))
+                for rows in self._rows_at_once(len(tokens), num_alternatives)
+            ]
+            found += _joined(parts)
         return sampled, found
 
-    def prompt_logprobs(self, logits: Logits, step: StepSampling, sent: Mapping[str, Tensor]) -> list[Tensor]:
-        """Log probabilities of the prompt tokens asked about, as the tensors that `PendingStep` expects on the host."""
+    def prompt_logprobs(
+        self, logits: Logits, step: StepSampling, sent: Mapping[str, Tensor]
+    ) -> tuple[list[_Arrays], list[Tensor]]:
+        """Log probabilities of the prompt tokens asked about, as `PendingStep` expects them: those that are on the host
+        already, because the device couldn't hold all, and the tensors of the rest.
+        """
         if step.prompt_logprobs is None:
-            return []
+            return [], []
         num_alternatives = int(step.prompt_logprobs.wanted.max())
-        parts = []
-        for start in range(0, len(step.prompt_logprobs.rows), _PROMPT_LOGPROB_ROWS):
-            chosen = slice(start, start + _PROMPT_LOGPROB_ROWS)
-            logprobs = logits(sent["prompt_tokens"][chosen]).log_softmax(-1)
-            parts.append(_parts(token_logprobs(logprobs, sent["prompt_targets"][chosen], num_alternatives)))
-        return [torch.cat(column) for column in zip(*parts, strict=True)]
+        # Each result is held twice when the parts are joined, and again when they are packed for the copy.
+        most_held = self._part_bytes // (2 * _RESULT_BYTES * (1 + num_alternatives))
+        early: list[_Arrays] = []
+        parts: list[list[Tensor]] = []
+        held = 0
+        for rows in self._rows_at_once(len(step.prompt_logprobs.rows), num_alternatives):
+            count = rows.stop - rows.start
+            if parts and held + count > most_held:
+                early.append(self._transfers.download(_joined(parts)).wait())
+                parts, held = [], 0
+            logprobs = logits(sent["prompt_tokens"][rows]).log_softmax(-1)
+            parts.append(_parts(token_logprobs(logprobs, sent["prompt_targets"][rows], num_alternatives)))
+            held += count
+        return early, _joined(parts)
+
+    def _rows_at_once(self, num_rows: int, num_alternatives: int) -> Iterator[slice]:
+        """Cuts rows of log probabilities into parts that can be made within `_part_bytes`."""
+        row_bytes = _LOGPROB_BYTES * self._vocab_size + _ALTERNATIVE_BYTES * (1 + num_alternatives)
+        size = min(max(self._part_bytes // row_bytes, 1), _MOST_ROWS)
+        return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
     def _batch(self, host: HostSampling, sent: Mapping[str, Tensor]) -> SamplingBatch:
         return SamplingBatch(
@@ -166,6 +205,10 @@ class Sampler:
             draft_rows=sent.get("draft_rows"),
             readable=self._readable,
         )
+
+
+def _joined(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    return list(parts[0]) if len(parts) == 1 else [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def _parts(found: TokenLogprobs) -> list[Tensor]:

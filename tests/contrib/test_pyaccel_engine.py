@@ -13,12 +13,14 @@ import pyaccel
 import pytest
 import torch
 from pyaccel import Counters
-from small_models import NAMES, NUM_LAYERS, save_small_model
+from small_models import NAMES, NUM_LAYERS, VOCAB_SIZE, save_small_model
 
 from octavo import LLM, SamplingParams
 from octavo.core.api.errors import OctavoError, OutOfMemory, UsageError
 from octavo.core.api.executor import WorkerMethod
 from octavo.core.loading.catalogue import find
+from octavo.core.worker.memory import logits_bytes
+from octavo.core.worker.sampler import Sampler
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": "16M", "max_model_len": 256}
 
@@ -244,6 +246,36 @@ def test_memory_share_counts_the_devices_memory(random_model: Callable[..., Path
         llm.generate(prompts(5, 50), GREEDY)
         (memory,) = llm.front.core.call(WorkerMethod.KV_MEMORY)
         assert 8 << 20 < memory["kv_bytes"] < 64 << 20
+
+
+@pytest.mark.parametrize("asked", [0, -1])
+def test_log_probabilities_take_no_more_memory_than_is_set_aside_for_logits(
+    random_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, asked: int
+) -> None:
+    set_aside = logits_bytes(max_num_seqs=8, num_speculative_tokens=0, vocab_size=VOCAB_SIZE)
+    taken: dict[str, list[int]] = {"sample": [], "prompt_logprobs": []}
+
+    def measure(name: str, already: Callable[[Any], int]) -> None:
+        method = getattr(Sampler, name)
+
+        def measured(self: Any, logits: Any, *arguments: Any) -> Any:
+            before = torch.pyaccel.memory_allocated(1) - already(logits)
+            torch.pyaccel.reset_peak_memory_stats(1)
+            outcome = method(self, logits, *arguments)
+            taken[name].append(torch.pyaccel.max_memory_allocated(1) - before)
+            return outcome
+
+        monkeypatch.setattr(Sampler, name, measured)
+
+    measure("sample", lambda logits: logits.nbytes)
+    measure("prompt_logprobs", lambda logits: 0)
+    params = SamplingParams(temperature=1, top_p=0.9, seed=1, max_tokens=4, logprobs=asked, prompt_logprobs=asked)
+    outputs = generate(random_model(), "pyaccel", prompts(*range(6, 14)), params, max_num_seqs=8)
+    assert len(outputs) == 8
+    assert len(outputs[0][-1][-1]) == (VOCAB_SIZE if asked else 1)
+    assert max(taken["prompt_logprobs"]) > 0
+    assert max(taken["sample"]) <= set_aside
+    assert max(taken["prompt_logprobs"]) <= set_aside * 3 // 4  # the rest may hold what `sample` found
 
 
 def test_a_worker_in_its_own_process_runs_on_the_device_too(

@@ -377,6 +377,33 @@ def test_prompt_logprobs_cover_every_prompt_token_but_the_first(bench: Any) -> N
 
 
 @pytest.mark.parametrize("streams", [False, True])
+def test_prompt_logprobs_of_the_whole_vocabulary_are_made_in_parts_and_come_back_whole(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, streams: bool
+) -> None:
+    runner = bench(max_num_seqs=1, streams=streams)
+    asked_at_once: list[int] = []
+    logits = runner.model.logits
+
+    def counted(x: Any, residual: Any, rows: Any, step: Any) -> Any:
+        asked_at_once.append(len(rows))
+        return logits(x, residual, rows, step)
+
+    monkeypatch.setattr(runner.model, "logits", counted)
+    prompt = [(7 * i * i + 3) % 61 for i in range(40)]
+    sampling = SamplingParams(temperature=0, prompt_logprobs=-1)
+    found = runner.runner.launch(runner.prefill(runner.request(0, prompt, sampling))).result().prompt_logprobs
+    assert sum(asked_at_once) == 1 + 39
+    assert max(asked_at_once) <= 8, "no more rows of logits than a step has memory for"
+    assert runner.runner.transfers.device_to_host > 1, "results don't gather on the device"
+    assert found.rows.tolist() == [0] * 39
+    for position, line in enumerate(found.token_ids.tolist(), start=1):
+        scores = _scores(prompt[:position])
+        assert line == [prompt[position], *scores.topk(61).indices.tolist()]
+        at_hand = torch.tensor(found.logprobs[position - 1])
+        torch.testing.assert_close(at_hand, scores[line], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("streams", [False, True])
 def test_nan_logits_fail_their_own_row_and_say_why(bench: Any, by_hand: ByHand, streams: bool) -> None:
     runner = bench(streams=streams)
     runner.model.nan_after = 55
