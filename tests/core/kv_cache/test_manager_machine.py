@@ -1,0 +1,737 @@
+"""`KVCacheManager` against a model of it in plain Python: anything a scheduler may ask of it, in any order.
+
+The model knows what every block must hold. A position's content is the whole sequence up to it and the salt, interned as one
+number (`Contents`), so two blocks hold the same only if they belong to the same prefix. From the plans alone a worker's tables
+and blocks are kept, and every row reads what it sees.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, note, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from octavo.core.api.kv_cache import MLA, FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
+from octavo.core.kv_cache import Hit, KVCacheManager
+from octavo.core.kv_cache.hashing import Prefix, encode_extra
+
+NUM_SLOTS = 4
+MAX_CHUNK = 6
+MAX_IN_FLIGHT = 3
+PROMPTS = tuple(tuple((i * i + k * i + k) % 3 for i in range(16)) for k in range(2))  # what sequences have in common
+EXTRAS = (encode_extra(None, None), encode_extra("a", None), encode_extra("b", None), encode_extra(None, {"adapter": 1}))
+
+T = TypeVar("T")
+Place = tuple[int, int, int]  # slot, group, column of the group's table
+
+
+def ids(values: Iterable[int]) -> np.ndarray:
+    return np.array([*values], np.int32)
+
+
+class Contents:
+    """Numbers for sequences: one for each different (salt, tokens)."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, int], int] = {}
+
+    def empty(self, extra: bytes) -> int:
+        return self._number(extra, -1)
+
+    def follow(self, before: int, tokens: Iterable[int]) -> list[int]:
+        """The content of each position, after content ``before``."""
+        out = []
+        for token in tokens:
+            before = self._number(before, token)
+            out.append(before)
+        return out
+
+    def _number(self, before: object, token: int) -> int:
+        return self._numbers.setdefault((before, token), len(self._numbers))
+
+
+class Dice:
+    """Choices from bytes that hypothesis draws at once, which is much cheaper than one by one. 0 once they run out."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = iter(data)
+
+    def below(self, end: int) -> int:
+        return next(self._data, 0) % end
+
+    def one_in(self, count: int) -> bool:
+        return self.below(count) == count - 1
+
+    def among(self, values: Sequence[T]) -> T:
+        return values[self.below(len(values))]
+
+    def several(self, count: int, end: int) -> list[int]:
+        return [self.below(end) for _ in range(count)]
+
+
+@dataclass
+class Running:
+    """What runs in a slot."""
+
+    tokens: list[int]
+    contents: list[int]  # of each token
+    extra: bytes
+    prefix: Prefix
+    computed: int  # the next row begins here
+    cached: int  # and writes nothing below this
+    committed: int  # tokens that `commit` was told of, or that were there from the beginning
+    findable: bool = True  # False after a reset of the prefix cache: it commits nothing any more
+    known: bool = False  # to the worker
+    row: Row | None = None  # extended already, for the next plan
+    reached: int = 0  # the end of its longest row, guesses and all
+    trimmed: int = 0  # `trim` was told that no query below this comes
+    promised: np.ndarray | None = None  # [num_pools] blocks that it takes at most, by `cost`
+    planned_length: int = 0  # up to this many tokens
+    borrowed: set[tuple[int, int]] = field(default_factory=set)  # (pool, block) that others held when it started
+
+
+@dataclass
+class Row:
+    """A sequence computes [first, end) and writes [start, end)."""
+
+    slot: int
+    first: int
+    start: int
+    end: int
+
+
+DICE = st.binary(min_size=32, max_size=32).map(Dice)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Rules do what a scheduler does. `settle` compares each change of the tables with what blocks were there to be given."""
+
+    @initialize(
+        size=st.sampled_from([1, 2, 3]),
+        kinds=st.lists(st.tuples(st.integers(0, 6), st.integers(4, 24), st.booleans()), min_size=1, max_size=3),
+        max_model_len=st.sampled_from([24, 25]),
+        caching=st.sampled_from([True, True, True, True, True, False]),
+        prefix_hash=st.sampled_from(["sha256", "xxh3"]),
+        max_chunk=st.sampled_from([1, 3, MAX_CHUNK, MAX_CHUNK]),
+    )
+    def start(
+        self, size: int, kinds: list[tuple[int, int, bool]], max_model_len: int, caching: bool, prefix_hash: str, max_chunk: int
+    ) -> None:
+        specs = (
+            FullAttention(block_size=size, bytes_per_block=1),
+            SlidingWindow(block_size=size, bytes_per_block=1, window=1),
+            SlidingWindow(block_size=size, bytes_per_block=1, window=3),
+            SlidingWindow(block_size=size, bytes_per_block=1, window=8),
+            MLA(block_size=2 * size, bytes_per_block=1),
+            RecurrentState(block_size=size, bytes_per_block=1),
+            RecurrentState(block_size=2 * size, bytes_per_block=1),
+        )
+        self.groups = [
+            KVGroupInfo(spec=specs[kind], num_blocks=num_blocks, pool_id=number if own else 0)
+            for number, (kind, num_blocks, own) in enumerate(kinds)
+        ]
+        self.kv = KVCacheManager(
+            self.groups,
+            max_num_seqs=NUM_SLOTS,
+            max_model_len=max_model_len,
+            enable_prefix_caching=caching,
+            prefix_hash=prefix_hash,
+        )
+        self.max_model_len, self.caching, self.max_chunk = max_model_len, caching, max_chunk
+        self.sizes = [group.block_size for group in self.groups]
+        self.windows = [g.spec.window if isinstance(g.spec, SlidingWindow) else None for g in self.groups]
+        self.recurrent = [isinstance(group.spec, RecurrentState) for group in self.groups]
+        self.edges = [size for size, recurrent in zip(self.sizes, self.recurrent, strict=True) if recurrent]
+        self.alignment = int(np.lcm.reduce(self.sizes))
+        pool_ids = list(dict.fromkeys(group.pool_id for group in self.groups))
+        self.pool_of = [pool_ids.index(group.pool_id) for group in self.groups]
+        self.num_pools = len(pool_ids)
+        # A pool that several groups draw from has as many blocks as the smallest of them.
+        self.num_blocks = [min(g.num_blocks for g in self.groups if g.pool_id == pool_id) for pool_id in pool_ids]
+
+        self.contents = Contents()
+        self.running: dict[int, Running] = {}
+        self.tokens = np.zeros((NUM_SLOTS, max_model_len), np.int32)
+        self.places: dict[Place, int] = {}  # block of each table entry that is in use
+        self.lefts: dict[tuple[int, int], tuple[int, int]] = {}  # (slot, group) → (block, edge): a state whose key isn't known
+        self.holders: list[Counter[int]] = [Counter() for _ in range(self.num_pools)]
+        self.limbo: list[dict[int, int]] = [{} for _ in range(self.num_pools)]  # block → the last step that may use it
+        self.index: list[dict[int, int]] = [{} for _ in self.groups]  # content → the block that is found
+        self.carries: list[dict[int, tuple[int, int]]] = [{} for _ in range(self.num_pools)]  # block → group, content
+        self.key_of: dict[tuple[int, int], bytes] = {}  # block size, content → its key, and back
+        self.content_of: dict[tuple[int, bytes], int] = {}
+        self.num_evictions = self.planned = self.done = 0
+        self.may_reset = True
+
+        self.writers: dict[int, dict[int, int]] = {}  # group → slot → column, of the rows that `extend` gives a copy
+        self.copy_targets: list[set[int]] = [set() for _ in self.groups]  # what the next plan must copy into
+        self.worker_tables: list[dict[int, dict[int, int]]] = [{} for _ in self.groups]  # group → slot → column → block
+        # Each group's blocks lie in a buffer of its own, as in today's workers. Were it `pool_of` (the groups of a pool overlay
+        # each other), copies that one group makes could hit blocks that another has been given in the same step.
+        self.buffer_of = list(range(len(self.groups)))
+        self.worker_blocks: list[dict[int, tuple[int, dict[int, int]]]] = [{} for _ in self.groups]  # block → group, content
+        assert self.kv.chunk_edges == tuple(self.edges)
+        fits = self.kv.always_fits(max_chunk)
+        assert all(count < total for count, total in zip(self.kv.peak_blocks(fits, max_chunk), self.num_blocks, strict=True))
+
+    @rule(dice=DICE)
+    def act(self, dice: Dice) -> None:
+        """One rule for all, chosen by dice: the mix is ours, and no example is spent on rules that can't run."""
+        actions = {
+            self.admit: 5 if len(self.running) < NUM_SLOTS else 0,
+            self.step: 10 if self.running else 0,
+            self.commit: 2 if any(s.findable and s.committed < s.computed for s in self.running.values()) else 0,
+            self.fork: 3 if self.running and len(self.running) < NUM_SLOTS else 0,
+            self.free: 2 if self.running else 0,
+            self.finish_steps: 3 if self.done < self.planned else 0,
+            self.reset_prefix_cache: 1 if self.may_reset and any(self.index) else 0,
+        }
+        action = dice.among([action for action, weight in actions.items() for _ in range(weight)])
+        note(f"{action.__name__}:")
+        action(dice)
+
+    # What a scheduler does
+
+    def admit(self, dice: Dice) -> None:
+        """A new sequence, with its first chunk if there is room for it (or it waits for a later step)."""
+        count, extra = dice.below(self.max_chunk + 1), EXTRAS[max(dice.below(9) - 5, 0)]
+        tokens = [*PROMPTS[dice.below(4) // 3][: dice.below(17)], *dice.several(dice.below(5), 3)] or [0]
+        contents = self.contents.follow(self.contents.empty(extra), tokens)
+        prefix = self.kv.new_prefix(ids(tokens), extra)
+        hit = self.kv.match(prefix, len(tokens))
+        self.check_hit(hit, contents)
+        cost = self.kv.cost(hit, len(tokens), self.max_chunk)
+        slot = min(set(range(NUM_SLOTS)) - set(self.running))
+        sequence = Running(
+            tokens,
+            contents,
+            extra,
+            prefix,
+            computed=min(hit.num_tokens, len(tokens) - 1),
+            cached=hit.num_tokens,
+            committed=hit.num_tokens,
+            promised=cost,
+            planned_length=len(tokens),
+        )
+        for group, entries in enumerate(hit.entries):
+            pool = self.pool_of[group]
+            sequence.borrowed |= {(pool, block) for block in entries.tolist() if self.holders[pool][block]}
+        self.running[slot] = sequence
+        self.tokens[slot, : len(tokens)] = tokens
+        free = self.kv.num_free
+        self.kv.adopt(slot, prefix, hit)
+        self.settle(shared={slot})
+        assert (free - self.kv.num_free <= cost).all()
+        if count:
+            row = self.row_of(slot, count)
+            if row.end == row.start or (self.demand([row]).sum(axis=1) <= self.kv.num_free).all():
+                self.extend([row] if row.end > row.start else [], announce=False)
+                sequence.row = row
+
+    def step(self, dice: Dice) -> None:
+        """A step of some rows, and the commit that a scheduler lets follow at once.
+
+        ``single``: rows of one token. ``lazy``: as the scheduler does, the manager is only asked about rows that end behind
+        `event_at`. ``guesses``: tokens that rows at their sequence's end add, and that are found wrong.
+        """
+        single, lazy, guesses = dice.one_in(2), dice.one_in(2), (0, 0, 0, 1, 3)[dice.below(5)]
+        slots = sorted(self.running)
+        rows: dict[int, Row] = {}
+        guessed: dict[int, int] = {}  # slot → tokens that stay
+        chosen = [dice.several(3, 24) for _ in range(1 + dice.below(4))]
+        for number, count, token in chosen:
+            slot = slots[number % len(slots)]
+            sequence = self.running[slot]
+            if sequence.row is not None or slot in rows:
+                continue
+            if sequence.computed == len(sequence.tokens):
+                self.append(slot, [token % 3])
+            if sequence.computed == len(sequence.tokens):  # there is no room for more
+                continue
+            if (
+                guesses
+                and not single
+                and not self.edges
+                and sequence.computed + 1 + count % self.max_chunk > len(sequence.tokens)
+            ):
+                guessed[slot] = len(sequence.tokens)
+                self.append(slot, [2 - token % 3] * guesses)
+            rows[slot] = self.row_of(slot, 1 if single else 1 + count % self.max_chunk)
+        planned = self.secure([*rows.values()], lazy)
+        without = [row.slot for row in rows.values() if row not in planned]
+        if without and dice.one_in(2):  # it is preempted, and its slot may be somebody else's in this very step
+            guessed.pop(without[0], None)
+            self.end(without[0])
+            if dice.one_in(2):
+                self.admit(dice)
+        planned += [sequence.row for sequence in self.running.values() if sequence.row is not None]
+        if planned:
+            self.plan(planned)
+        for slot, length in guessed.items():
+            self.take_back(slot, length)
+        if not dice.one_in(4):
+            self.commit_parts(dict.fromkeys(self.running, 4), ahead=False)
+
+    def commit(self, dice: Dice) -> None:
+        """Some or all of the tokens computed by some of the slots."""
+        self.commit_parts({slot: dice.below(5) for slot in self.running}, ahead=dice.one_in(2))
+
+    def commit_parts(self, parts: dict[int, int], ahead: bool) -> None:
+        """So many quarters of what each slot could commit. ``ahead``: their keys are known before."""
+        slots, counts = [], []
+        for slot, part in parts.items():
+            sequence = self.running[slot]
+            fresh = sequence.computed - sequence.committed
+            if part and self.caching and sequence.findable and fresh > 0:
+                slots.append(slot)
+                counts.append(sequence.committed + -(-fresh * part // 4))
+                if ahead:
+                    self.kv.extend_prefix(sequence.prefix, ids(sequence.tokens))
+        if not slots:
+            return
+        self.kv.commit(ids(slots), ids(counts), self.tokens)
+        for group, size in enumerate(self.sizes):
+            for slot, count in zip(slots, counts, strict=True):
+                for column in range(self.running[slot].committed // size, count // size):
+                    self.expect_findable(slot, group, column)
+        for slot, count in zip(slots, counts, strict=True):
+            self.running[slot].committed = count
+        self.settle()
+
+    def fork(self, dice: Dice) -> None:
+        """Another sequence goes on from what one has computed; it may compute the last token once more."""
+        parent = self.running[slot := dice.among(sorted(self.running))]
+        again, own = dice.one_in(2), dice.several(dice.below(4), 3)
+        count = parent.computed
+        needed = Counter(pool for pool, recurrent in zip(self.pool_of, self.recurrent, strict=True) if recurrent)
+        if not (parent.known and parent.row is None and count and count >= parent.cached):
+            return
+        if any(self.kv.num_free[pool] < blocks for pool, blocks in needed.items()):
+            return
+        child = min(set(range(NUM_SLOTS)) - set(self.running))
+        tokens = [*parent.tokens[:count], *own][: self.max_model_len]
+        self.kv.extend_prefix(parent.prefix, ids(parent.tokens))
+        prefix = self.kv.cut_prefix(parent.prefix, count)
+        again = not self.edges and (parent.trimmed < count and (again or len(tokens) == count))
+        self.running[child] = Running(
+            tokens,
+            [*parent.contents[:count], *self.contents.follow(parent.contents[count - 1], tokens[count:])],
+            parent.extra,
+            prefix,
+            computed=count - again,
+            cached=count,
+            committed=count,
+            findable=parent.findable,
+        )
+        self.running[child].trimmed = parent.trimmed
+        parent.promised = None
+        self.tokens[child, : len(tokens)] = tokens
+        self.kv.fork(slot, child, prefix, count)
+        self.settle(shared={child})
+        for group, recurrent in enumerate(self.recurrent):
+            columns = 1 if recurrent else -(-count // self.sizes[group])
+            for column in range(columns):
+                ours, theirs = self.places.get((child, group, column)), self.places.get((slot, group, column))
+                if recurrent:
+                    assert ours != theirs
+                    self.copy_targets[group].add(ours)
+                else:
+                    assert ours == theirs
+
+    def free(self, dice: Dice) -> None:
+        self.end(dice.among(sorted(self.running)))
+
+    def finish_steps(self, dice: Dice) -> None:
+        self.finish(1 + dice.below(MAX_IN_FLIGHT))
+
+    def finish(self, steps: int) -> None:
+        self.done = min(self.done + steps, self.planned)
+        self.kv.set_in_flight(self.planned, self.done)
+        self.limbo = [{b: step for b, step in blocks.items() if step > self.done} for blocks in self.limbo]
+
+    def reset_prefix_cache(self, _: Dice) -> None:
+        """Once. What runs commits nothing any more."""
+        self.may_reset = False
+        self.kv.reset_prefix_cache()
+        self.index, self.carries = [{} for _ in self.groups], [{} for _ in range(self.num_pools)]
+        for sequence in self.running.values():
+            sequence.findable = False
+
+    # Parts of a step
+
+    def append(self, slot: int, tokens: list[int]) -> None:
+        sequence = self.running[slot]
+        tokens = tokens[: self.max_model_len - len(sequence.tokens)]
+        before = sequence.contents[-1]
+        self.tokens[slot, len(sequence.tokens) : len(sequence.tokens) + len(tokens)] = tokens
+        sequence.tokens += tokens
+        sequence.contents += self.contents.follow(before, tokens)
+
+    def take_back(self, slot: int, length: int) -> None:
+        """The guesses behind ``length`` tokens were wrong: their positions will be written anew."""
+        sequence = self.running[slot]
+        del sequence.tokens[length:], sequence.contents[length:]
+        sequence.computed = min(sequence.computed, length)
+
+    def row_of(self, slot: int, count: int) -> Row:
+        """The next row of a slot, of at most ``count`` tokens."""
+        sequence = self.running[slot]
+        first = sequence.computed
+        end = min(
+            first + min(count, self.max_chunk), len(sequence.tokens), *[(first // edge + 1) * edge for edge in self.edges]
+        )
+        start = max(first, sequence.cached)
+        return Row(slot, first, start, max(end, start))
+
+    def arrays(self, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return ids(r.slot for r in rows), ids(r.start for r in rows), ids(r.end for r in rows)
+
+    def demand(self, rows: Sequence[Row]) -> np.ndarray:
+        return self.kv.demand(*self.arrays(rows))
+
+    def secure(self, rows: list[Row], lazy: bool) -> list[Row]:
+        """Get the rows their blocks; without those that find no room."""
+        due = [row for row in rows if not lazy or row.end > self.kv.event_at[row.slot]]
+        ready = [row for row in rows if row not in due]
+        if ready:
+            assert not self.demand(ready).any()
+        if not due:
+            return ready
+        slots, starts, ends = self.arrays(due)
+        self.kv.trim(slots, ids(row.first for row in due))
+        for row in due:
+            self.running[row.slot].trimmed = max(row.first, self.running[row.slot].trimmed)
+        self.settle()
+        demand = self.demand(due)
+        if (demand.sum(axis=1) > self.kv.num_free).any():
+            assert not self.kv.try_extend(slots, starts, ends)
+            if all(row.end == row.start + 1 for row in due):
+                assert not self.kv.extend_decodes(slots, ends)
+            self.settle()
+            room = (np.cumsum(demand, axis=1) <= self.kv.num_free[:, None]).all(axis=0)
+            due = [row for row, fits in zip(due, room.tolist(), strict=True) if fits]
+        if due:
+            self.extend(due)
+        return ready + due
+
+    def extend(self, rows: list[Row], announce: bool = True) -> None:
+        """Extend by whichever of its three ways is due, and compare what it takes and copies with what it has to."""
+        if not rows:
+            return
+        demand, before = self.demand(rows), self.places
+        slots, starts, ends = self.arrays(rows)
+        for group, recurrent in enumerate(self.recurrent):
+            (self.expect_state_moves if recurrent else self.expect_copies)(group, rows)
+        if not announce:
+            self.kv.extend(slots, starts, ends, announce=False)
+        elif all(row.end == row.start + 1 == row.first + 1 for row in rows):
+            assert self.kv.extend_decodes(slots, ends)
+        else:
+            assert self.kv.try_extend(slots, starts, ends)
+        after = self.read_places()
+        for group in range(len(self.groups)):
+            for slot, targets in self.writers[group].items():
+                column = 0 if self.recurrent[group] else targets
+                place = slot, group, column
+                assert after[place] != before[place], "a block that others hold is written"
+                self.copy_targets[group].add(after[place])
+                if self.recurrent[group]:
+                    self.leave_state(slot, group, before[place], targets)
+        replaced = {p for p, block in before.items() if after.get(p) != block}
+        expected = {(s, g, 0 if self.recurrent[g] else c) for g, w in self.writers.items() for s, c in w.items()}
+        assert replaced == expected, "copied what nobody else holds, or lost a block"
+        taken = np.zeros_like(demand)
+        order = {row.slot: i for i, row in enumerate(rows)}
+        for (slot, group, _column), _ in set(after.items()) - set(before.items()):
+            taken[self.pool_of[group], order[slot]] += 1
+        assert (taken <= demand).all(), f"demand said {demand}, extend took {taken}"
+        self.settle()
+        for row in rows:
+            self.check_peak(row)
+
+    def expect_copies(self, group: int, rows: list[Row]) -> None:
+        """``writers[group]``: slot → column, for each row that writes into a block which others still hold at its turn."""
+        holders, size = self.holders[self.pool_of[group]].copy(), self.sizes[group]
+        self.writers[group] = {}
+        for row in rows:
+            column = row.start // size
+            block = self.places.get((row.slot, group, column))
+            if row.end > row.start and block is not None and holders[block] > 1:
+                holders[block] -= 1
+                self.writers[group][row.slot] = column
+
+    def expect_state_moves(self, group: int, rows: list[Row]) -> None:
+        """``writers[group]``: slot → edge, for each row that goes on from a state at an edge, which stays as a checkpoint."""
+        at_edge = (row for row in rows if row.start and row.start % self.sizes[group] == 0 and row.end > row.start)
+        self.writers[group] = {row.slot: row.start for row in at_edge}
+
+    def leave_state(self, slot: int, group: int, block: int, edge: int) -> None:
+        """The slot has moved on from its state at an edge. It holds on to it until its key is known."""
+        self.lefts.pop((slot, group), None)
+        if block not in self.carries[self.pool_of[group]]:
+            self.lefts[slot, group] = block, edge
+
+    def plan(self, rows: list[Row]) -> None:
+        """Take the changes, do what a worker does with them, and count the step as in flight."""
+        if self.planned - self.done == MAX_IN_FLIGHT:
+            self.finish(1)
+        self.planned += 1
+        tables, copies = self.kv.take_changes()
+        for group in range(len(self.groups)):
+            self.apply_tables(group, tables[group] if tables else None)
+            self.apply_copies(group, copies[group] if copies else None)
+        for row in rows:
+            for group in range(len(self.groups)):
+                self.write(group, row)
+        for row in rows:
+            for group in range(len(self.groups)):
+                self.read(group, row)
+        for row in rows:
+            sequence = self.running[row.slot]
+            sequence.row, sequence.computed = None, max(row.end, row.first)
+        self.kv.set_in_flight(self.planned, self.done)
+
+    def apply_tables(self, group: int, update: object) -> None:
+        tables = self.worker_tables[group]
+        for slot, sequence in self.running.items():
+            if not sequence.known or slot not in tables:
+                tables[slot] = dict(enumerate(self.kv.entries(slot)[group].tolist()))
+        if update is not None:
+            for slot, column, block in zip(
+                *(a.tolist() for a in (update.slots, update.columns, update.block_ids)), strict=True
+            ):
+                tables[slot][column] = block
+        for slot, sequence in self.running.items():
+            ours = {column: block for column, block in tables[slot].items() if block}
+            assert ours == {c: b for (s, g, c), b in self.places.items() if (s, g) == (slot, group)}
+            sequence.known = sequence.known or group == len(self.groups) - 1
+
+    def apply_copies(self, group: int, copies: np.ndarray | None) -> None:
+        """All at once, before any write."""
+        pairs = [] if copies is None else copies.tolist()
+        assert sorted(target for _, target in pairs) == sorted(self.copy_targets[group])
+        self.copy_targets[group] = set()
+        blocks = self.worker_blocks[self.buffer_of[group]]
+        read = [(target, blocks.get(source, (group, {}))) for source, target in pairs]
+        for target, (owner, content) in read:
+            blocks[target] = owner, dict(content)
+
+    def write(self, group: int, row: Row) -> None:
+        if row.end == row.start:
+            return
+        blocks, contents, size = self.worker_blocks[self.buffer_of[group]], self.running[row.slot].contents, self.sizes[group]
+        if self.recurrent[group]:
+            block = self.places[row.slot, group, 0]
+            assert row.first == 0 or blocks[block] == (group, {0: contents[row.first - 1]}), "the state isn't the row's"
+            blocks[block] = group, {0: contents[row.end - 1]}
+            return
+        for position in range(row.start, row.end):
+            block = self.places[row.slot, group, position // size]
+            owner, content = blocks.get(block, (group, {}))
+            if owner != group:
+                content = {}
+            content[position % size] = contents[position]
+            blocks[block] = group, content
+
+    def read(self, group: int, row: Row) -> None:
+        """What the row's queries see is there; blocks wholly behind the first one's window aren't held."""
+        size, window, contents = self.sizes[group], self.windows[group], self.running[row.slot].contents
+        blocks = self.worker_blocks[self.buffer_of[group]]
+        if self.recurrent[group]:
+            block = self.places[row.slot, group, 0]
+            assert blocks[block] == (group, {0: contents[row.end - 1]}), "two rows write one state"
+            return
+        seen = 0 if window is None else max(row.first - window + 1, 0)
+        for position in range(seen, row.end):
+            place = row.slot, group, position // size
+            assert place in self.places, f"the block of position {position} is gone, which the row sees"
+            owner, content = blocks[self.places[place]]
+            assert owner == group
+            assert content.get(position % size) == contents[position], f"position {position} is another sequence's"
+        for column in range(seen // size):
+            assert (row.slot, group, column) not in self.places, "a block behind the window is held"
+
+    # The model
+
+    def read_places(self) -> dict[Place, int]:
+        return {
+            (slot, group, column): block
+            for slot in self.running
+            for group, entries in enumerate(self.kv.entries(slot))
+            for column, block in enumerate(entries.tolist())
+            if block
+        }
+
+    def settle(self, shared: Iterable[int] = ()) -> None:
+        """Take in the tables as they are now. What is new in them was free, except in slots that start from others' blocks."""
+        before, after = self.places, self.read_places()
+        old, holders = self.holders, [Counter() for _ in range(self.num_pools)]
+        for (_, group, _), block in after.items():
+            holders[self.pool_of[group]][block] += 1
+        for (_, group), (block, _) in self.lefts.items():
+            holders[self.pool_of[group]][block] += 1
+        for place, block in after.items():
+            if before.get(place) != block:
+                slot, group, _ = place
+                pool = self.pool_of[group]
+                if slot in shared and not (self.recurrent[group] and self.running[slot].promised is None):
+                    self.limbo[pool].pop(block, None)
+                    continue
+                assert holders[pool][block] == 1, f"block {block} was given to two"
+                assert block not in self.limbo[pool], f"block {block} was given while a step that uses it was in flight"
+                assert not (old[pool][block] and self.planned > self.done), f"block {block} changed hands in flight"
+                self.evict(pool, block)
+        if self.planned > self.done:
+            for pool in range(self.num_pools):
+                self.limbo[pool] |= dict.fromkeys(old[pool].keys() - holders[pool].keys(), self.planned)
+        self.places, self.holders = after, holders
+
+    def evict(self, pool: int, block: int) -> None:
+        if block in self.carries[pool]:
+            group, content = self.carries[pool].pop(block)
+            del self.index[group][content]
+            self.num_evictions += 1
+
+    def expect_findable(self, slot: int, group: int, column: int) -> None:
+        """Block ``column`` of the slot's sequence is known: the block that holds it is found, unless another one is."""
+        edge = (column + 1) * self.sizes[group]
+        content = self.running[slot].contents[edge - 1]
+        if not self.recurrent[group]:
+            block = self.places.get((slot, group, column))
+        elif edge == self.running[slot].computed:
+            block = self.places.get((slot, group, 0))
+        elif self.lefts.get((slot, group), (0, 0))[1] == edge:
+            block, _ = self.lefts.pop((slot, group))
+        else:
+            block = None
+        if block is not None and self.index[group].setdefault(content, block) == block:
+            self.carries[self.pool_of[group]][block] = group, content
+            pool = self.kv.pools[self.pool_of[group]]
+            index, key = pool.key_of(block) or (None, b"")
+            assert index == self.pool_of[:group].count(self.pool_of[group])
+            assert self.key_of.setdefault((self.sizes[group], content), key) == key, "a prefix has two keys"
+            assert self.content_of.setdefault((self.sizes[group], key), content) == content, "two prefixes have one key"
+
+    def expected_hit(self, contents: list[int]) -> tuple[int, list[list[int]]]:
+        """The longest prefix in whole blocks of all groups of which every group has what it needs."""
+        count = len(contents)
+        limit = count - 1 if self.edges else count
+        for length in range(limit // self.alignment * self.alignment if self.caching else 0, 0, -self.alignment):
+            entries = []
+            for group, size in enumerate(self.sizes):
+                first, last, window = 0, length // size, self.windows[group]
+                if window is not None:
+                    first = max(min(length, count - 1) - window + 1, 0) // size
+                if self.recurrent[group]:
+                    first = last - 1
+                blocks = [self.index[group].get(contents[(column + 1) * size - 1], 0) for column in range(first, last)]
+                if 0 in blocks:
+                    break
+                entries.append(blocks if self.recurrent[group] else [0] * first + blocks)
+            else:
+                return length, entries
+        return 0, [[] for _ in self.groups]
+
+    def check_hit(self, hit: Hit, contents: list[int]) -> None:
+        entries = [blocks.tolist() for blocks in hit.entries]
+        assert (hit.num_tokens, entries) == self.expected_hit(contents)
+        for group, size in enumerate(self.sizes):
+            blocks = self.worker_blocks[self.buffer_of[group]]
+            for column, block in enumerate(entries[group]):
+                if self.recurrent[group]:
+                    assert blocks[block] == (group, {0: contents[hit.num_tokens - 1]})
+                elif block:
+                    held = dict(enumerate(contents[column * size : (column + 1) * size]))
+                    assert blocks[block] == (group, held), "the hit is another prefix"
+
+    def check_peak(self, row: Row) -> None:
+        """What the sequence holds is no more than `peak_blocks` says, and what it took no more than `cost`."""
+        sequence = self.running[row.slot]
+        sequence.reached = max(sequence.reached, row.end)
+        held = [[b for (s, g, _), b in self.places.items() if (s, g) == (row.slot, n)] for n in range(len(self.groups))]
+        for (slot, group), (block, _) in self.lefts.items():
+            if slot == row.slot:
+                held[group].append(block)
+        for manager, blocks in zip(self.kv.managers, held, strict=True):
+            assert len(blocks) <= manager.peak_blocks(sequence.reached, self.max_chunk), "holds more than its peak"
+        if sequence.promised is not None and sequence.reached <= sequence.planned_length:
+            ours = {(self.pool_of[group], block) for group, blocks in enumerate(held) for block in blocks}
+            # What others still hold of its hit when it gives that back, behind a window, is beyond what `cost` counts.
+            spared = Counter(pool for pool, _ in sequence.borrowed - ours)
+            taken = Counter(pool for pool, _ in ours - sequence.borrowed)
+            assert all(taken[pool] <= cost + spared[pool] for pool, cost in enumerate(sequence.promised)), (
+                f"took {taken} blocks at once; cost was {sequence.promised}"
+            )
+
+    def end(self, slot: int) -> None:
+        for group in range(len(self.groups)):
+            self.lefts.pop((slot, group), None)
+            self.worker_tables[group].pop(slot, None)
+        del self.running[slot]
+        self.kv.free(slot)
+        assert not any(len(entries) and entries.any() for entries in self.kv.entries(slot))
+        self.settle()
+
+    @invariant()
+    def pools_agree_with_the_model(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        kv = self.kv
+        for number, pool in enumerate(kv.pools):
+            holders, limbo = self.holders[number], self.limbo[number]
+            everything = range(1, self.num_blocks[number])
+            assert pool.ref_count.tolist() == [holders[block] for block in range(self.num_blocks[number])]
+            assert sorted(pool.free_blocks().tolist()) == [b for b in everything if not holders[b] and b not in limbo]
+            assert (pool.num_held, pool.num_limbo) == (sum(map(bool, holders.values())), len(limbo))
+            assert pool.num_free + pool.num_held + pool.num_limbo + 1 == self.num_blocks[number]
+            members = [group for group, of in enumerate(self.pool_of) if of == number]
+            for index, group in zip(pool.indexes, members, strict=True):
+                assert sorted(index.values()) == sorted(self.index[group].values())
+        assert kv.num_free.tolist() == [pool.num_free for pool in kv.pools]
+        assert kv.num_limbo.tolist() == [len(limbo) for limbo in self.limbo]
+        assert kv.num_evictions == self.num_evictions
+
+    def teardown(self) -> None:
+        """With everything given back, no block is lost."""
+        if not hasattr(self, "kv"):
+            return
+        for slot in sorted(self.running):
+            self.end(slot)
+        self.kv.set_in_flight(self.planned, self.planned)
+        for pool, num_blocks in zip(self.kv.pools, self.num_blocks, strict=True):
+            assert sorted(pool.free_blocks().tolist()) == list(range(1, num_blocks))
+            assert not pool.ref_count.any()
+        assert self.kv.usage == 0
+
+
+def run_manager_machine(max_examples: int) -> None:
+    run_state_machine_as_test(
+        seed(int(os.environ.get("TEST_SEED", "0")))(ManagerMachine),
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=20,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_manager_behaves_like_its_model() -> None:
+    run_manager_machine(40)
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1200)
+def test_the_manager_behaves_like_its_model_in_two_thousand_examples() -> None:
+    run_manager_machine(2000)
