@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -57,7 +56,8 @@ class EngineCore:
         self._executor = executor
         self._max_in_flight = max_in_flight
         self._hooks = hooks
-        self._in_flight: deque[Future[StepResult]] = deque()
+        self._in_flight: deque[tuple[Future[StepResult], int]] = deque()  # with the number of rows
+        self._num_rows = 0  # of the step submitted last
         self._failure: OctavoError | None = None
         self._stopped = False
         self.paused = False
@@ -163,35 +163,42 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - raised as a typed error
             self._fail(error)
 
-    def _submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Hand a plan to the executor. One that it doesn't take can't be planned again: the engine is then stopped."""
+    def _submit(self, plan: StepPlan) -> tuple[Future[StepResult], int]:
+        """Hand a plan to the executor; what will be its result, and how many rows that has.
+
+        A plan that it doesn't take can't be made again: the engine is then stopped.
+        """
         try:
             future: Any = self._executor.execute(plan)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - raised as a typed error
             self._fail(error)
         if not isinstance(future, Future):
             self._fail(PluginError(f"{self._who} answers execute() with {future!r}, not a Future"))
-        return future
+        if plan.rows is not None:
+            self._num_rows = len(plan.rows)
+        return future, self._num_rows
 
     def _land(self) -> StepOutput:
         """Wait for the oldest step and apply its result."""
         try:
-            failure = self._wait_for(self._in_flight[0])  # may be interrupted: the step stays in flight then
+            failure = self._wait_for(self._in_flight[0][0])  # may be interrupted: the step stays in flight then
         except CancelledError as error:
             failure = error
-        future = self._in_flight.popleft()
+        future, num_rows = self._in_flight.popleft()
         if failure is not None:
             self._fail(failure)
         result = future.result()
-        self._check(result)
+        self._check(result, num_rows)
         return self._scheduler.update(result)
 
     def _wait_for(self, future: Future[StepResult]) -> BaseException | None:
         """What a step failed with, once it has ended. An executor that has lost it may never end it: it is asked meanwhile."""
         while True:
-            with suppress(TimeoutError):
+            try:
                 return future.exception(timeout=_HEALTH_CHECK_S)
-            self._check_health()
+            except TimeoutError:  # not suppress(), which would cost every step 2 µs
+                pass
+            self._check_health()  # not above: what it raises has nothing to do with the time that is up
 
     def _check_health(self) -> None:
         try:
@@ -199,12 +206,14 @@ class EngineCore:
         except OctavoError as error:
             self._fail(error)
 
-    def _check(self, result: Any) -> None:
+    def _check(self, result: Any, num_rows: int) -> None:
         """Stop for anything but a `StepResult` of token ids: they index arrays later, of which any would take a wrong one."""
         sampled = result.sampled if isinstance(result, StepResult) else None
         if not isinstance(sampled, np.ndarray) or sampled.dtype.kind != "i" or sampled.ndim != 2 or not sampled.size:
             given = one_line(repr(result))
             self._fail(PluginError(f"{self._who} completes a step with {given}, not a StepResult of token ids"))
+        if len(sampled) != num_rows:
+            self._fail(PluginError(f"{self._who} completes a step of {num_rows} rows with tokens for {len(sampled)}"))
         # Half of what min() and max() take: those are Python functions.
         lowest, highest = sampled.item(sampled.argmin()), sampled.item(sampled.argmax())
         if lowest < -1 or highest >= self.info.vocab_size:

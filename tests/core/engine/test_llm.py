@@ -290,6 +290,25 @@ def test_a_result_without_an_array_is_the_executor_s_fault(
         llm.generate("abc", params(4))
 
 
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_result_for_another_number_of_rows_is_the_executor_s_fault(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor, async_scheduling=async_scheduling)
+    run = executor._run
+
+    def short(step: StepPlan) -> Any:
+        result = run(step)
+        if executor.num_steps == 3:  # a step with the rows of the one before
+            result.sampled = result.sampled[:-1]
+        return result
+
+    monkeypatch.setattr(executor, "_run", short)
+    with pytest.raises(PluginError, match="executor 'inline' completes a step of 2 rows with tokens for 1"):
+        llm.generate(["abc", "defg"], params(6))
+
+
 def test_the_last_token_of_the_vocabulary_is_one_of_it(make_llm: MakeLLM) -> None:
     assert make_llm().generate("a<end>", params(2, ignore_eos=True))[0].outputs[0].token_ids[-1] == 256
 
