@@ -142,7 +142,11 @@ class StepBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupBatch(StepBatch):
-    """A `StepBatch` with one KV group's tables."""
+    """A `StepBatch` with one KV group's tables.
+
+    Where a request has one state (`KVFormat.unit` "request"), the table's one column is the state's block, and so is a token's
+    slot.
+    """
 
     block_table: Array  # [num_reqs, max_blocks] int32; entries beyond a request's blocks, or behind its window, are 0
     slot_mapping: Array  # [num_tokens] int64, block * block_size + offset; -1 = don't write

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
+
+import numpy as np
 
 from octavo.core.api.attention import (
     AttentionBackend,
@@ -16,6 +18,7 @@ from octavo.core.api.attention import (
     Plan,
 )
 from octavo.core.api.errors import OctavoError, Unsupported
+from octavo.core.api.kv_cache import NULL_BLOCK
 from octavo.core.api.platform import Array
 from octavo.core.discovery.loading import root_cause
 from octavo.core.layers.context import LayerCache
@@ -47,16 +50,35 @@ class GroupCaches:
             layer.backend = _FirstRun(layer, backend, self)  # type: ignore[assignment]
 
     def copy_blocks(self, pairs: Int32Array) -> None:
-        """Copy whole blocks of every layer, ``pairs`` [n, 2] = (source, target)."""
-        for layer in self.layers:
-            if layer.kv:
-                layer.kv = self.backend.copy_blocks(layer.kv, pairs)
+        """Copy whole blocks of every layer, ``pairs`` [n, 2] = (source, target); every source is read as it was before."""
+        for wave in in_waves(pairs):
+            for layer in self.layers:
+                if layer.kv:
+                    layer.kv = self.backend.copy_blocks(layer.kv, wave)
 
     def plan(self, batch: GroupBatch) -> None:
         """Plan the step, once for all layers."""
         plan = named(f"attention backend {self.backend.manifest.name!r}", "plan()", lambda: self.backend.plan(batch))
         for layer in self.layers:
             layer.plan = plan
+
+
+def in_waves(pairs: Int32Array) -> Iterator[Int32Array]:
+    """The pairs (source, target) in parts, one after the other, within each of which no source is a target.
+
+    A step may copy into a block that it also copies from, when the block was given back in between. A ring of such copies goes
+    through the null block, whose content is nobody's. Targets are distinct.
+    """
+    left = pairs[pairs[:, 0] != pairs[:, 1]]
+    while len(left):
+        waiting = np.isin(left[:, 1], left[:, 0])  # somebody has yet to read what lies there
+        if waiting.all():
+            source = left[0, 0]
+            yield np.array([[source, NULL_BLOCK]], np.int32)
+            left[left[:, 0] == source, 0] = NULL_BLOCK
+        else:
+            yield left[~waiting]
+            left = left[waiting]
 
 
 class _FirstRun:

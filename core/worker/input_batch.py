@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from octavo.core.api.kv_cache import NULL_BLOCK, KVGroupInfo
+from octavo.core.api.kv_cache import NULL_BLOCK, KVGroupInfo, RecurrentState
 from octavo.core.api.scheduling import Drafts, IntArray, NewRequest, StepPlan, TableUpdate
 
 __all__ = ["ON_DEVICE", "Advanced", "InputBatch", "StepLayout"]
@@ -34,7 +34,7 @@ class StepLayout:
     token_ids: IntArray  # [num_tokens] int32, `ON_DEVICE` where only the device knows
     token_slots: IntArray  # [num_tokens] int32, the slot of each token
     positions: NDArray[np.int64]  # [num_tokens]
-    slot_mappings: tuple[NDArray[np.int64], ...]  # one a KV group, [num_tokens]
+    slot_mappings: tuple[NDArray[np.int64], ...]  # one a KV group, [num_tokens]; of a recurrent one: the states' blocks
     max_query_len: int
     max_seq_len: int
     num_decodes: int
@@ -75,14 +75,17 @@ class InputBatch:
     ) -> None:
         # Drafts may reach past the context's end, and so does the token after them; neither is ever kept.
         width = max_model_len + num_speculative_tokens + 1
-        self.block_sizes = tuple(group.block_size for group in groups)
+        # How many tokens a table's column stands for, and how many places a block has for them: a state takes in all of them.
+        self._strides = tuple(
+            (width, 1) if isinstance(group.spec, RecurrentState) else (group.block_size, group.block_size) for group in groups
+        )
         self.token_ids = np.zeros((max_num_seqs, width), np.int32)
         self.num_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
         self.num_cached_tokens = np.zeros(max_num_seqs, np.int32)
         self.epochs = np.zeros(max_num_seqs, np.int32)  # counts the owners that a slot has had
-        self.tables = tuple(np.zeros((max_num_seqs, -(-width // size)), np.int32) for size in self.block_sizes)
+        self.tables = tuple(np.zeros((max_num_seqs, -(-width // stride)), np.int32) for stride, _ in self._strides)
         self.tables_changed = [True] * len(self.tables)  # since the caller last cleared it
         self._rows: IntArray = np.zeros(0, np.int32)
         self._counts: IntArray = np.zeros(0, np.int32)
@@ -143,7 +146,7 @@ class InputBatch:
     def block_table(self, group: int, slots: IntArray, max_seq_len: int) -> IntArray:
         """The tables of ``slots``, as wide as the longest sequence needs, a few columns more so that it can be kept."""
         table = self.tables[group]
-        needed = -(-max_seq_len // self.block_sizes[group])
+        needed = -(-max_seq_len // self._strides[group][0])
         return table[slots, : min(-(-needed // 8) * 8, table.shape[1])]
 
     def _enter(self, request: NewRequest) -> None:
@@ -225,14 +228,14 @@ class InputBatch:
     def _slot_mappings(
         self, slots: IntArray, start: IntArray, token_slots: IntArray, positions: IntArray
     ) -> tuple[NDArray[np.int64], ...]:
-        """Where each token's K and V go in each group; −1 for a token that the cache holds already."""
+        """Where each token's K and V (or the state after it) go in each group; −1 for a token that the cache holds already."""
         cached = self.num_cached_tokens
         rewrites = bool((start < cached[slots]).any())
         mappings = []
-        for table, size in zip(self.tables, self.block_sizes, strict=True):
-            column, offset = np.divmod(positions, np.int32(size))
+        for table, (stride, places) in zip(self.tables, self._strides, strict=True):
+            column, offset = np.divmod(positions, np.int32(stride))
             blocks = table[token_slots, column].astype(np.int64)
-            mapping = blocks * size + offset
+            mapping = blocks * places + (offset if places > 1 else 0)
             if rewrites:
                 mapping[positions < cached[token_slots]] = -1
             assert bool(((blocks != NULL_BLOCK) | (mapping < 0)).all()), "nothing is written to the null block"

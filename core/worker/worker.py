@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from octavo.core.api.attention import DTYPE_BYTES, AttentionBackend, AttentionGroup
-from octavo.core.api.errors import EngineError, OutOfMemory, PluginError, UsageError
+from octavo.core.api.errors import EngineError, OutOfMemory, PluginError, Unsupported, UsageError
 from octavo.core.api.executor import Worker, WorkerInfo, WorkerMethod
-from octavo.core.api.kv_cache import KVGroupInfo
+from octavo.core.api.kv_cache import KVGroupInfo, RecurrentState
 from octavo.core.api.models import BuildContext, CausalLM
 from octavo.core.api.ops import ParallelContext
 from octavo.core.api.platform import Platform
@@ -77,6 +77,12 @@ class DeviceWorker:
         config = loaded.config
         activations = activation_bytes(loaded.resolved.spec, config, DTYPE_BYTES[config.model.dtype])
         specs = kv_specs(loaded.resolved.groups, loaded.backends, loaded.model.layer_params())
+        if config.scheduler.speculative and any(isinstance(spec, RecurrentState) for spec in specs):
+            raise Unsupported(
+                f"speculative decoding ({config.scheduler.speculative!r}) guesses tokens that may be taken back, and this "
+                "model's recurrent layers can't take any out of their states",
+                hint="leave --speculative out",
+            )
         if config.cache.num_blocks is not None:
             return settle_blocks(specs, config, 0)
         return settle_blocks(specs, config, cache_allowance_bytes(config, free_memory(loaded.platform), activations))
@@ -207,7 +213,13 @@ class _Loaded:
 def _backend(cls: type[AttentionBackend], group: AttentionGroup, platform: Platform) -> AttentionBackend:
     """The backend of one group, with a cache format that can be used. Raises `PluginError`."""
     backend = named(f"attention backend {cls.manifest.name!r}", "__init__()", lambda: cls(group, platform))
-    kv_format(backend)
+    form, who = kv_format(backend), f"attention backend {cls.manifest.name!r}"
+    if not callable(getattr(backend, "forward", None)):
+        raise PluginError(f"{who} has no forward(), which every layer calls; AttentionBackend.forward shows what it takes")
+    if group.spec.kind == "recurrent" and form.unit != "request" and backend.kv_spec(form.bytes_per_unit) is None:
+        raise PluginError(
+            f"{who} answers kv_format() with unit {form.unit!r} for recurrent layers, expected 'request': one state a request"
+        )
     return backend
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.core.api.kv_cache import FullAttention, KVGroupInfo, SlidingWindow
+from octavo.core.api.kv_cache import FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
 from octavo.core.api.sampling import SamplingParams
 from octavo.core.api.scheduling import Drafts, NewRequest, StepPlan, TableUpdate
 from octavo.core.worker.input_batch import InputBatch, StepLayout
@@ -270,3 +270,30 @@ def test_steady_steps_are_told_apart_from_changes() -> None:
         batch.settle(batch.advance(layout), np.array([[1]], np.int32), None)
         steady.append(layout.same_requests)
     assert steady == [False, True, True, False, True]
+
+
+def test_a_recurrent_group_has_one_column_and_its_block_is_every_token_s_slot() -> None:
+    specs = (FullAttention(block_size=4, bytes_per_block=1), RecurrentState(block_size=4, bytes_per_block=1))
+    groups = [KVGroupInfo(spec=spec, num_blocks=99, pool_id=number) for number, spec in enumerate(specs)]
+    batch = InputBatch(groups, max_num_seqs=MAX_SEQS, max_model_len=MAX_LEN)
+    request = NewRequest(
+        slot=2,
+        request_id="r",
+        index=0,
+        token_ids=np.arange(10, dtype=np.int32),
+        num_prompt_tokens=10,
+        sampling=SamplingParams(),
+        block_ids=(np.array([5, 6], np.int32), np.array([7], np.int32)),
+        num_computed_tokens=4,
+        num_cached_tokens=4,
+    )
+    rows, three = np.array([2], np.int32), np.array([3], np.int32)
+    layout = batch.apply(StepPlan(step=0, new=[request], rows=rows, num_scheduled_tokens=three))
+    assert [mapping.tolist() for mapping in layout.slot_mappings] == [[24, 25, 26], [7, 7, 7]]
+    assert batch.block_table(1, layout.slots, layout.max_seq_len).tolist() == [[7]]
+    batch.advance(layout)
+    zero, nine = np.zeros(1, np.int32), np.array([9], np.int32)
+    update = TableUpdate(slots=rows, columns=zero, block_ids=nine)
+    layout = batch.apply(StepPlan(step=1, tables=(None, update)))
+    assert layout.slot_mappings[1].tolist() == [9]
+    assert batch.block_table(1, layout.slots, layout.max_seq_len).tolist() == [[9]]
