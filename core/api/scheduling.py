@@ -97,7 +97,8 @@ class Drafts(msgspec.Struct, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, kw_only=True):
-    """One step. Applied by the worker in the order of the fields.
+    """One step. Applied by the worker in the order of the fields; all sources of ``block_copies`` are read before any target
+    is written, since a block that was given back may be a source and a target.
 
     ``rows`` None = the previous step's rows, each with one token. Rows of at most ``decode_query_len`` tokens come first
     (``num_decodes`` of them). A row is sampled when it reaches the last token known of its slot.

@@ -30,6 +30,15 @@ class GroupChanges:
             if len(kept := np.flatnonzero(slots != slot))
         ]
 
+    @property
+    def num_copies(self) -> int:
+        return len(self._copies)
+
+    def cancel_copies(self, targets: IntArray) -> None:
+        """These blocks are about to come free and may be given to others: nothing is to be copied into them."""
+        for target in targets.tolist():
+            self._copies.pop(target, None)
+
     def take_update(self) -> TableUpdate | None:
         """The table entries so far, which are then forgotten."""
         if not self._entries:

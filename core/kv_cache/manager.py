@@ -242,6 +242,9 @@ class KVCacheManager:
     def free(self, slot: int) -> None:
         """Give back everything a slot holds."""
         for manager, changes in zip(self.managers, self._changes, strict=True):
+            if changes.num_copies:
+                blocks = manager.entries(slot)
+                changes.cancel_copies(blocks[manager.pool.ref_count[blocks] == 1])
             manager.free(slot)
             changes.drop(slot)
         self.event_at[slot] = 0

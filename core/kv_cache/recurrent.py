@@ -37,6 +37,10 @@ class RecurrentStateManager(KVManager):
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
         return state_peak(num_tokens, self.block_size)
 
+    def cost(self, hit: IntArray, num_tokens: int, max_chunk: int) -> int:
+        """The hit saves no block: it is given back as soon as its state is copied."""
+        return self.peak_blocks(num_tokens, max_chunk)
+
     def next_change(self, slots: IntArray) -> IntArray:
         bound: IntArray = np.where(self.table[slots, 0] == 0, 0, self.next_edge[slots]).astype(np.int32)
         return bound

@@ -9,7 +9,7 @@ import numpy as np
 from octavo.core.api.kv_cache import KVGroupInfo, SlidingWindow, TableChanges
 from octavo.core.api.scheduling import IntArray
 from octavo.core.kv_cache.full import FullAttentionManager
-from octavo.core.kv_cache.peak import window_peak
+from octavo.core.kv_cache.peak import whole_peak, window_peak
 from octavo.core.kv_cache.pool import BlockPool
 
 
@@ -28,6 +28,11 @@ class SlidingWindowManager(FullAttentionManager):
 
     def peak_blocks(self, num_tokens: int, max_chunk: int) -> int:
         return window_peak(num_tokens, max_chunk, self.window - 1, self.block_size)
+
+    def cost(self, hit: IntArray, num_tokens: int, max_chunk: int) -> int:
+        """Blocks of the hit that others hold are had for nothing, but don't come free either when they are left behind."""
+        fresh = whole_peak(num_tokens, self.block_size) - len(hit)
+        return min(self.peak_blocks(num_tokens, max_chunk), fresh + self.pool.idle_count(hit[hit != 0]))
 
     def next_change(self, slots: IntArray) -> IntArray:
         # A row of one token that ends at e queries e - 1; it leaves block b behind once e - 1 >= (b + 1)·size + window - 1.

@@ -174,9 +174,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.writers: dict[int, dict[int, int]] = {}  # group → slot → column, of the rows that `extend` gives a copy
         self.copy_targets: list[set[int]] = [set() for _ in self.groups]  # what the next plan must copy into
         self.worker_tables: list[dict[int, dict[int, int]]] = [{} for _ in self.groups]  # group → slot → column → block
-        # Each group's blocks lie in a buffer of its own, as in today's workers. Were it `pool_of` (the groups of a pool overlay
-        # each other), copies that one group makes could hit blocks that another has been given in the same step.
-        self.buffer_of = list(range(len(self.groups)))
+        self.buffer_of = self.pool_of  # the groups of a pool overlay each other
         self.worker_blocks: list[dict[int, tuple[int, dict[int, int]]]] = [{} for _ in self.groups]  # block → group, content
         assert self.kv.chunk_edges == tuple(self.edges)
         fits = self.kv.always_fits(max_chunk)
@@ -487,7 +485,7 @@ class ManagerMachine(RuleBasedStateMachine):
         tables, copies = self.kv.take_changes()
         for group in range(len(self.groups)):
             self.apply_tables(group, tables[group] if tables else None)
-            self.apply_copies(group, copies[group] if copies else None)
+        self.apply_copies(copies)
         for row in rows:
             for group in range(len(self.groups)):
                 self.write(group, row)
@@ -514,14 +512,17 @@ class ManagerMachine(RuleBasedStateMachine):
             assert ours == {c: b for (s, g, c), b in self.places.items() if (s, g) == (slot, group)}
             sequence.known = sequence.known or group == len(self.groups) - 1
 
-    def apply_copies(self, group: int, copies: np.ndarray | None) -> None:
-        """All at once, before any write."""
-        pairs = [] if copies is None else copies.tolist()
-        assert sorted(target for _, target in pairs) == sorted(self.copy_targets[group])
-        self.copy_targets[group] = set()
-        blocks = self.worker_blocks[self.buffer_of[group]]
-        read = [(target, blocks.get(source, (group, {}))) for source, target in pairs]
-        for target, (owner, content) in read:
+    def apply_copies(self, copies: tuple[np.ndarray | None, ...]) -> None:
+        """Every source is read before any target is written, and that before the rows write."""
+        moves = []
+        for group, targets in enumerate(self.copy_targets):
+            found = copies[group] if copies else None
+            pairs = [] if found is None else found.tolist()
+            assert sorted(target for _, target in pairs) == sorted(targets)
+            targets.clear()
+            blocks = self.worker_blocks[self.buffer_of[group]]
+            moves += [(blocks, target, blocks.get(source, (group, {}))) for source, target in pairs]
+        for blocks, target, (owner, content) in moves:
             blocks[target] = owner, dict(content)
 
     def write(self, group: int, row: Row) -> None:
@@ -664,14 +665,15 @@ class ManagerMachine(RuleBasedStateMachine):
             assert len(blocks) <= manager.peak_blocks(sequence.reached, self.max_chunk), "holds more than its peak"
         if sequence.promised is not None and sequence.reached <= sequence.planned_length:
             ours = {(self.pool_of[group], block) for group, blocks in enumerate(held) for block in blocks}
-            # What others still hold of its hit when it gives that back, behind a window, is beyond what `cost` counts.
-            spared = Counter(pool for pool, _ in sequence.borrowed - ours)
             taken = Counter(pool for pool, _ in ours - sequence.borrowed)
-            assert all(taken[pool] <= cost + spared[pool] for pool, cost in enumerate(sequence.promised)), (
+            assert all(taken[pool] <= cost for pool, cost in enumerate(sequence.promised)), (
                 f"took {taken} blocks at once; cost was {sequence.promised}"
             )
 
     def end(self, slot: int) -> None:
+        for (owner, group, _), block in self.places.items():
+            if owner == slot and self.holders[self.pool_of[group]][block] == 1:
+                self.copy_targets[group].discard(block)  # nobody wants that copy any more
         for group in range(len(self.groups)):
             self.lefts.pop((slot, group), None)
             self.worker_tables[group].pop(slot, None)
