@@ -189,7 +189,10 @@ class EngineCore:
             self._fail(failure)
         result = future.result()
         self._check(result, num_rows)
-        return self._scheduler.update(result)
+        try:
+            return self._scheduler.update(result)
+        except EngineError as error:  # not the oldest step's result, or a row that lacks its token
+            self._fail(PluginError(f"{self._who} gave a wrong result: {error}", hint="report this to its vendor"))
 
     def _wait_for(self, future: Future[StepResult]) -> BaseException | None:
         """What a step failed with, once it has ended. An executor that has lost it may never end it: it is asked meanwhile."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
+from octavo.core.api.errors import EngineError
 from octavo.core.api.scheduling import FinishedRequest, IntArray, StepOutput, StepResult
 from octavo.core.scheduling.flight import PlannedStep
 from octavo.core.scheduling.results import first_logprobs, select_logprobs, select_prompt_logprobs
@@ -23,9 +24,14 @@ class Collector:
         self._end = end
 
     def collect(self, step: PlannedStep, result: StepResult) -> StepOutput:
+        """Raises `EngineError` when a row lacks its token."""
         chosen = self._producing(step, result.failed)
         slots = step.slots if chosen is None else step.slots[chosen]
         tokens = result.sampled if chosen is None else result.sampled[chosen]
+        if len(tokens) and tokens.item(lowest := int(tokens[:, 0].argmin()), 0) < 0:
+            raise EngineError(
+                f"in step {step.number} the row of slot {slots[lowest]} lacks its token, and isn't among the failed"
+            )
         prompt_logprobs = select_prompt_logprobs(result.prompt_logprobs, step.slots, self._roster.states)
         logprobs = select_logprobs(result.logprobs, chosen, len(step.slots))
         if result.num_accepted is None:

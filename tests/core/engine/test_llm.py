@@ -309,6 +309,28 @@ def test_a_result_for_another_number_of_rows_is_the_executor_s_fault(
         llm.generate(["abc", "defg"], params(6))
 
 
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_row_that_lacks_its_token_is_the_executor_s_fault(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
+) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor, async_scheduling=async_scheduling)
+    run = executor._run
+
+    def silent(step: StepPlan) -> Any:
+        result = run(step)
+        if executor.num_steps == 3:
+            result.sampled[-1] = -1
+        return result
+
+    monkeypatch.setattr(executor, "_run", silent)
+    with pytest.raises(
+        PluginError, match=r"executor 'inline' gave a wrong result: in step \d the row of slot \d lacks its token"
+    ):
+        llm.generate(["abc", "defg"], params(6))
+    assert executor.is_shut_down
+
+
 def test_the_last_token_of_the_vocabulary_is_one_of_it(make_llm: MakeLLM) -> None:
     assert make_llm().generate("a<end>", params(2, ignore_eos=True))[0].outputs[0].token_ids[-1] == 256
 
