@@ -109,8 +109,8 @@ class Registry:
         """The model architectures that can be used, by plugin name."""
         return {entry.name: entry.table for entry in self.of_kind("model") if entry.usable}
 
-    def probe(self) -> Registry:
-        """Let every plugin with a probe answer, once a process. Returns itself."""
+    def probe(self, meanwhile: Callable[[], object] | None = None) -> Registry:
+        """Let every plugin with a probe answer, once a process. Returns itself. ``meanwhile`` is called while they do."""
         with self._lock:
             if not self._probed:
                 self._probed = True
@@ -119,7 +119,10 @@ class Registry:
                     for index, entry in enumerate(self.entries)
                     if entry.state == "found" and (target := entry.probe_target)
                 }
-                for key, outcome in Probes(asked, limit_s=environment.probe_timeout_s()).outcomes().items():
+                probes = Probes(asked, limit_s=environment.probe_timeout_s())
+                if meanwhile is not None:
+                    meanwhile()
+                for key, outcome in probes.outcomes().items():
                     _settle(self.entries[int(key)], outcome)
         return self
 

@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -63,7 +64,7 @@ def resolve(config: EngineConfig) -> Resolved:
         raise UsageError("no model is given", hint="--model NAME|FOLDER|FILE.gguf; octavo models list shows the catalogue")
     settled_before = _is_resolved(config)
     if not settled_before:
-        registry.probe()
+        registry.probe(meanwhile=lambda: import_module("octavo.core.loading"))  # the probes run in a process of their own
         _warn_of_broken(registry)
         platform = select(
             config, registry.entries
