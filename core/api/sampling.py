@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
                 raise UsageError(f"{name} must be {kind}, not {value!r}")
             if not low <= value <= high:  # NaN isn't, nor are infinities; math.isfinite fails on huge whole numbers
-                raise UsageError(f"{name} must be {kind} {_range_text(low, high)}, not {value!r}")
+                raise UsageError(f"{name} must be {kind} {_range_text(low, high, value)}, not {value!r}")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be true or false, not {getattr(self, name)!r}")
@@ -126,5 +126,7 @@ def _tuple(name: str, values: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _range_text(low: float, high: float) -> str:
-    return f"of at least {low:g}" if high in (_INF, 1e6) else f"from {low:g} to {high:g}"
+def _range_text(low: float, high: float, value: float) -> str:
+    if high in (_INF, 1e6):  # bounds that hardly anybody meets
+        return f"of at most {high:.0f}" if value > high else f"of at least {low:g}"
+    return f"from {low:g} to {high:g}"

@@ -27,9 +27,7 @@ EOS, STOP, SAMPLED = 2, 3, 7
 
 @dataclass(frozen=True)
 class Row:
-    """Microseconds: the mean of making and adding a request, its random prompt drawn meanwhile; medians of the steady decode
-    steps.
-    """
+    """In microseconds: the mean of making and adding a request (its prompt is there already), medians of the decode steps."""
 
     running: int
     add_us: float
@@ -68,13 +66,14 @@ def measure(running: int, *, prefix_hash: str = "sha256", steps: int = STEPS) ->
     scheduler = _scheduler(running, prefix_hash, steps)
     rng = np.random.default_rng(0)
     sampling = SamplingParams(temperature=0, stop_token_ids=[STOP])
+    prompts = [rng.integers(100, 40_000, PROMPT_TOKENS, dtype=np.int32) for _ in range(running)]
     gc.collect()
     begun_s = time.perf_counter()
-    for number in range(running):
+    for number, prompt in enumerate(prompts):
         scheduler.add(
             Request(
                 request_id=str(number),
-                prompt_token_ids=rng.integers(100, 40_000, PROMPT_TOKENS, dtype=np.int32),
+                prompt_token_ids=prompt,
                 sampling=sampling,
                 eos_token_ids=(EOS,),
                 max_tokens=_output_tokens(running, steps),

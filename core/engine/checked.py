@@ -94,7 +94,7 @@ class CheckedProposer(Proposer):
         if len(guesses) != len(tokens):
             raise PluginError(f"{self._who} answers propose() with {len(guesses)} guesses for {len(tokens)} sequences")
         for guess in guesses:
-            if guess.size == 0:
+            if guess.shape == (0,):
                 continue
             if guess.ndim != 1 or guess.dtype.kind not in "iu" or guess.min() < 0 or guess.max() >= self._vocab_size:
                 raise PluginError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -73,15 +74,15 @@ class EngineCore:
 
     def finish(self, request_id: str, index: int, *, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a completion from outside (a stop string). Nothing happens when it has ended already."""
-        self._scheduler.finish(request_id, index, reason=reason, stop_reason=stop_reason)
+        self._or_stop(partial(self._scheduler.finish, request_id, index, reason=reason, stop_reason=stop_reason))
 
     def fork(self, request_id: str, index: int, *, new_index: int, token_id: int) -> None:
         """Start a completion of a stepwise request as a copy of another, with another last token (beam search)."""
-        self._scheduler.fork(request_id, index, new_index=new_index, token_id=token_id)
+        self._or_stop(partial(self._scheduler.fork, request_id, index, new_index=new_index, token_id=token_id))
 
     def advance(self, request_id: str, index: int) -> None:
         """Let a completion of a stepwise request go on with the token it sampled."""
-        self._scheduler.advance(request_id, index)
+        self._or_stop(partial(self._scheduler.advance, request_id, index))
 
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished()
@@ -163,6 +164,13 @@ class EngineCore:
         except Exception as error:  # noqa: BLE001 - raised as a typed error
             self._fail(error)
 
+    def _or_stop(self, call: Callable[[], None]) -> None:
+        """A policy that gives no key for a completion that has to wait would leave it behind: the engine is then stopped."""
+        try:
+            call()
+        except PluginError as error:
+            self._fail(error)
+
     def _submit(self, plan: StepPlan) -> tuple[Future[StepResult], int]:
         """Hand a plan to the executor; what will be its result, and how many rows that has.
 
@@ -193,6 +201,8 @@ class EngineCore:
             return self._scheduler.update(result)
         except EngineError as error:  # not the oldest step's result, or a row that lacks its token
             self._fail(PluginError(f"{self._who} gave a wrong result: {error}", hint="report this to its vendor"))
+        except Exception as error:  # noqa: BLE001 - raised as a typed error; the scheduler has taken in half of the step
+            self._fail(error)
 
     def _wait_for(self, future: Future[StepResult]) -> BaseException | None:
         """What a step failed with, once it has ended. An executor that has lost it may never end it: it is asked meanwhile."""
@@ -215,6 +225,12 @@ class EngineCore:
         if not isinstance(sampled, np.ndarray) or sampled.dtype.kind != "i" or sampled.ndim != 2 or not sampled.size:
             given = one_line(repr(result))
             self._fail(PluginError(f"{self._who} completes a step with {given}, not a StepResult of token ids"))
+        if sampled.shape[1] > 1 and result.num_accepted is None:
+            self._fail(PluginError(f"{self._who} completes a step with {sampled.shape[1]} tokens a row and no num_accepted"))
+        failed = result.failed
+        if not isinstance(failed, dict) or not all(row in range(num_rows) for row in failed):
+            given = one_line(repr(failed))
+            self._fail(PluginError(f"{self._who} completes a step of {num_rows} rows with failed={given}, not {{row: why}}"))
         if len(sampled) != num_rows:
             self._fail(PluginError(f"{self._who} completes a step of {num_rows} rows with tokens for {len(sampled)}"))
         # Half of what min() and max() take: those are Python functions.

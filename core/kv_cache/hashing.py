@@ -75,9 +75,22 @@ def encode_extra(cache_salt: str | None, extra_keys: Any) -> bytes:
     if cache_salt is None and extra_keys is None:
         return b""
     try:
+        _check_plain(extra_keys)
         return _CANONICAL.encode((cache_salt, extra_keys))
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(f"extra_keys must be plain data that msgpack can carry: {error}") from error
+
+
+def _check_plain(value: Any) -> None:
+    """msgspec also encodes objects, as what has other keys: a decimal as text, a dataclass as a map."""
+    if isinstance(value, Mapping):
+        for part in (*value.keys(), *value.values()):
+            _check_plain(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_plain(part)
+    elif type(value) not in (type(None), bool, int, float, str, bytes):
+        raise TypeError(f"{type(value).__name__} isn't")
 
 
 class Prefix:

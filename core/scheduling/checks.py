@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from octavo.core.api.errors import UsageError
 from octavo.core.api.scheduling import Request
 from octavo.core.config.scheduler import SchedulerConfig
@@ -11,6 +13,8 @@ from octavo.core.kv_cache.manager import KVCacheManager
 def check_request(request: Request, config: SchedulerConfig, kv: KVCacheManager, max_model_len: int) -> None:
     """Raises `UsageError` when the request couldn't run to its ``max_tokens`` even with the whole cache to itself."""
     prompt, new = len(request.prompt_token_ids), request.max_tokens
+    if request.prompt_token_ids.dtype != np.int32:
+        raise UsageError(f"prompt_token_ids must be int32, not {request.prompt_token_ids.dtype}")
     if prompt == 0:
         raise UsageError("the prompt is empty; it must have at least one token")
     if prompt >= max_model_len:

@@ -33,6 +33,8 @@ class Drafter:
             return wanted
         chosen = slots[rows].tolist()
         sequences = [arrays.tokens[slot, : arrays.num_known[slot]] for slot in chosen]
+        for view in sequences:
+            view.flags.writeable = False  # a proposer that wrote here would change what others find in the prefix cache
         wanted = wanted.copy()
         guesses = self._proposer.propose(sequences, self._most)
         for row, slot, most, guess in zip(rows.tolist(), chosen, room.tolist(), guesses, strict=True):

@@ -21,8 +21,9 @@ def share_budget(
 ) -> IntArray:
     """[n] int32 tokens granted to rows that want ``wanted`` ([n], 0 = nothing) from position ``starts`` ([n]) on.
 
-    Rows of at most ``decode_query_len`` tokens are served first, so that no prompt starves them; within each kind, in the order
-    given. ``chunked`` = False: a row gets everything or nothing. No row crosses a multiple of one of the ``edges``.
+    Rows of at most ``decode_query_len`` tokens are decodes, and served first, so that no prompt starves them: one token each,
+    then what they want besides (guesses). Prompts come after that. Within each of the three, in the order given. ``chunked`` =
+    False: a prompt gets everything or nothing. No row crosses a multiple of one of the ``edges``.
     """
     granted = wanted
     prefill = wanted > decode_query_len
@@ -33,13 +34,15 @@ def share_budget(
     if int(granted.sum()) <= budget:
         return granted
     order = np.argsort(prefill, kind="stable")
-    ask = granted[order]
-    before = np.cumsum(ask) - ask
-    share = np.clip(budget - before, 0, ask)
+    ask, num_decodes = granted[order], len(prefill) - int(np.count_nonzero(prefill))
+    first = np.minimum(ask[:num_decodes], 1)
+    parts = np.concatenate([first, ask[:num_decodes] - first, ask[num_decodes:]])
+    before = np.cumsum(parts) - parts
+    share = np.clip(budget - before, 0, parts)
     if not chunked:
-        share = _whole_rows(ask, budget)
+        share[2 * num_decodes :] = _whole_rows(ask[num_decodes:], budget - int(share[: 2 * num_decodes].sum()))
     granted = np.empty_like(granted)
-    granted[order] = share
+    granted[order] = np.concatenate([share[:num_decodes] + share[num_decodes : 2 * num_decodes], share[2 * num_decodes :]])
     return granted
 
 

@@ -66,9 +66,10 @@ class Planner:
         """A step from scratch: running rows within the budget and the blocks there are, then waiting requests."""
         while True:
             preemptions = self._roster.num_preemptions
-            slots, counts = self._secure_blocks(*self._grant())
+            slots, counts, held_back = self._grant()
+            slots, counts = self._secure_blocks(slots, counts)
             preempted = self._roster.num_preemptions > preemptions
-            if not preempted:
+            if not (preempted or held_back):
                 new_slots, new_counts = self._admission.admit(self._budget - int(counts.sum()), slots, counts)
                 slots, counts = np.append(slots, new_slots), np.append(counts, new_counts)
             if len(slots):
@@ -83,8 +84,10 @@ class Planner:
         self._roster.preempt(self._roster.choose_victim())
         return True
 
-    def _grant(self) -> tuple[IntArray, IntArray]:
-        """Running slots that have something to compute, and how many tokens each gets."""
+    def _grant(self) -> tuple[IntArray, IntArray, bool]:
+        """Running slots that have something to compute, how many tokens each gets, and whether a prompt that has to be
+        computed whole found too little budget: others that come meanwhile mustn't take it away again.
+        """
         slots, arrays = self._roster.order, self._arrays
         computed = arrays.num_computed[slots]
         wanted = np.minimum(arrays.num_tokens[slots], arrays.limit[slots] - 1) - computed
@@ -101,7 +104,8 @@ class Planner:
             edges=self._kv.chunk_edges,
         )
         kept = granted > 0
-        return slots[kept], granted[kept].astype(np.int32)
+        held_back = not self._config.enable_chunked_prefill and bool((wanted[~kept] > 0).any())
+        return slots[kept], granted[kept].astype(np.int32), held_back
 
     def _secure_blocks(self, slots: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
         """Get every row its blocks. Too few: drop the drafts, leave out rows that wait for steps in flight, else preempt."""

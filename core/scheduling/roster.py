@@ -171,9 +171,9 @@ class Roster:
         """The slot is free from now on; a preempted completion takes its tokens along and waits."""
         state = self.state(slot)
         if state.status is Status.FINISHED:
-            self.arrays.ignored[slot] = False
             self.num_ignored -= 1
         state.leave_slot()
+        self.arrays.leave(slot)
         self.states[slot] = None
         heapq.heappush(self._free, slot)
         if announced:

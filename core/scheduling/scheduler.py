@@ -65,7 +65,7 @@ class Scheduler:
         drafter = None if proposer is None else Drafter(proposer, config.num_speculative_tokens, self._arrays)
         self._planner = Planner(config, kv, self._roster, self._admission, self._flight, drafter)
         self._collector = Collector(self._roster, self._end)
-        self._requests: dict[str, list[RequestState]] = {}
+        self._requests: dict[str, dict[int, RequestState]] = {}  # id → index → completion
         self._num_arrivals = 0
         self._paused = self._draining = False
         kv.always_fits(config.max_num_batched_tokens)  # worked out now, so that the first request needn't wait for it
@@ -87,12 +87,12 @@ class Scheduler:
             first.forks.append(RequestState(request, index, self._num_arrivals, self._arrays, prefix, Status.PENDING))
         self._num_arrivals += 1
         self._waiting.push(first)  # may fail, in the policy
-        self._requests[request.request_id] = [first, *first.forks]
+        self._requests[request.request_id] = {state.index: state for state in (first, *first.forks)}
         self._admission.retry()
 
     def abort(self, request_id: str) -> list[FinishedRequest]:
         """End every completion of a request, at any moment. [] if there is none of that id (any more)."""
-        states = self._requests.pop(request_id, [])
+        states = self._requests.pop(request_id, {}).values()
         finished = [FinishedRequest(slot=s.slot, request_id=request_id, index=s.index, reason="abort") for s in states]
         for state in states:
             self._roster.end(state)
@@ -104,10 +104,9 @@ class Scheduler:
 
         ``reason`` and ``stop_reason`` are the caller's to report; a completion that has ended already is ignored.
         """
-        for state in self._requests.get(request_id, []):
-            if state.index == index:
-                self._end(state)
-                return
+        state = self._requests.get(request_id, {}).get(index)
+        if state is not None:
+            self._end(state)
 
     def fork(self, request_id: str, index: int, *, new_index: int, token_id: int) -> None:
         """Start completion ``new_index`` of a stepwise request: the tokens of completion ``index``, the last one replaced.
@@ -116,12 +115,12 @@ class Scheduler:
         """
         parent = self._parked(request_id, index)
         states = self._requests[request_id]
-        if any(state.index == new_index for state in states):
+        if new_index in states:
             raise UsageError(f"completion {new_index} of request {request_id!r} exists already; choose another index")
         child = RequestState(parent.request, new_index, parent.arrival, self._arrays, parent.prefix, Status.PENDING)
         tokens, shared = parent.tokens.copy(), parent.num_tokens - 1
         tokens[-1] = token_id
-        states.append(child)
+        states[new_index] = child
         self._admission.fork(parent, child, tokens, num_computed=shared, num_shared=shared)
 
     def advance(self, request_id: str, index: int) -> None:
@@ -182,21 +181,22 @@ class Scheduler:
 
     def _end(self, state: RequestState) -> None:
         states = self._requests[state.request_id]
-        states.remove(state)
+        del states[state.index]
         if not states:
             del self._requests[state.request_id]
-        for other in states:
-            if state in other.forks:
-                other.forks.remove(state)
+        if state.status is Status.PENDING:  # maybe until the prompt of another is computed
+            for other in states.values():
+                if state in other.forks:
+                    other.forks.remove(state)
         self._roster.end(state)
         if state.forks:  # it ends before its prompt is computed: the next one takes over
             self._waiting.push(state.bequeath())
         self._admission.retry()
 
     def _parked(self, request_id: str, index: int) -> RequestState:
-        for state in self._requests.get(request_id, []):
-            if state.index == index and state.parked and state.num_tokens == state.num_planned_tokens:
-                return state
+        state = self._requests.get(request_id, {}).get(index)
+        if state is not None and state.parked and state.num_tokens == state.num_planned_tokens:
+            return state
         raise UsageError(
             f"completion {index} of request {request_id!r} isn't waiting for its next token to be chosen: "
             "it must have been added with stepwise=True, and its last token must be in a StepOutput"

@@ -166,6 +166,10 @@ class RequestState:
         return 0 if self.slot == NO_SLOT else int(self.slots.num_computed[self.slot])
 
 
+STOP_COLUMNS = 8
+"""A request's stop tokens are compared as vectors up to this many; longer lists are looked up row by row."""
+
+
 class SlotArrays:
     """The running requests' numbers, by slot.
 
@@ -182,7 +186,8 @@ class SlotArrays:
         self.num_cached: IntArray = np.zeros(max_num_seqs, np.int32)
         self.limit: IntArray = np.zeros(max_num_seqs, np.int32)  # tokens at which the completion ends for its length
         self.stops_from: IntArray = np.zeros(max_num_seqs, np.int32)  # with fewer tokens, no stop token ends it
-        self.stop_ids: IntArray = np.full((1, max_num_seqs), -1, np.int32)  # [most stop ids of a request, slots]
+        self.stop_ids: IntArray = np.full((1, max_num_seqs), -1, np.int32)  # [up to STOP_COLUMNS, slots]
+        self.stop_sets: dict[int, frozenset[int]] = {}  # slot → its stop tokens, where they are more than STOP_COLUMNS
         self.ignored: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # ended; rows still in flight are dropped
         self.special: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # has forks to start, or goes step by step
         self.parked: NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)  # it runs, but has no row until it is woken
@@ -196,7 +201,7 @@ class SlotArrays:
         self.num_computed[slot] = num_computed
         self.num_cached[slot] = num_cached
         self.limit[slot] = min(state.num_prompt_tokens + state.max_tokens, self.max_model_len)
-        self.stops_from[slot] = state.num_prompt_tokens + sampling.min_tokens
+        self.stops_from[slot] = min(state.num_prompt_tokens + sampling.min_tokens, self.max_model_len)
         self._set_stop_ids(slot, state.stop_ids)
         self.ignored[slot] = False
         self.special[slot] = bool(state.forks) or state.request.stepwise
@@ -212,7 +217,15 @@ class SlotArrays:
             wider[:, :width] = self.tokens
             self.tokens = wider
 
+    def leave(self, slot: int) -> None:
+        """The slot is empty from now on."""
+        self.ignored[slot] = False
+        self.stop_sets.pop(slot, None)
+
     def _set_stop_ids(self, slot: int, ids: tuple[int, ...]) -> None:
+        if len(ids) > STOP_COLUMNS:
+            self.stop_sets[slot] = frozenset(ids)
+            ids = ()
         if len(ids) > len(self.stop_ids):
             wider = np.full((len(ids), self.stop_ids.shape[1]), -1, np.int32)
             wider[: len(self.stop_ids)] = self.stop_ids

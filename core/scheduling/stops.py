@@ -15,6 +15,11 @@ def find_stops(arrays: SlotArrays, slots: IntArray, tokens: IntArray, num_tokens
     hits = arrays.stop_ids[:, slots] == tokens
     if np.count_nonzero(hits):
         stopped |= hits.any(axis=0) & (num_tokens >= arrays.stops_from[slots])
+    if arrays.stop_sets:
+        for row in np.flatnonzero(np.isin(slots, list(arrays.stop_sets))).tolist():
+            slot = int(slots[row])
+            if int(tokens[row]) in arrays.stop_sets[slot] and num_tokens[row] >= arrays.stops_from[slot]:
+                stopped[row] = True
     return stopped
 
 

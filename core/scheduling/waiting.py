@@ -11,7 +11,7 @@ from octavo.core.scheduling.state import RequestState, Status
 
 
 class WaitingQueue:
-    """A heap; a request that ends while it waits is dropped when it comes to the top."""
+    """A heap; a request that ends while it waits is dropped when it comes to the top, or when there are many of them."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
@@ -49,6 +49,9 @@ class WaitingQueue:
         assert state.status is Status.WAITING
         state.status = Status.FINISHED
         self._count -= 1
+        if len(self._heap) > 2 * self._count + 64:
+            self._heap = [entry for entry in self._heap if entry[-1].status is Status.WAITING]
+            heapq.heapify(self._heap)
 
     def __iter__(self) -> Iterator[RequestState]:
         return (entry[-1] for entry in self._heap if entry[-1].status is Status.WAITING)

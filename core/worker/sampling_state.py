@@ -182,7 +182,7 @@ class _Biases:
         sampling = request.sampling
         entries = [(token, bias, _FOREVER) for token, bias in (sampling.logit_bias or {}).items() if token < vocab_size]
         if sampling.min_tokens:
-            until = request.num_prompt_tokens + sampling.min_tokens
+            until = min(request.num_prompt_tokens + sampling.min_tokens, _FOREVER)
             stops = {*request.eos_token_ids, *(sampling.stop_token_ids or ())}
             entries += [(token, -np.inf, until) for token in sorted(stops) if token < vocab_size]
         if not entries:

@@ -167,7 +167,7 @@ def test_lines_may_have_priorities_under_a_policy_that_heeds_them(generate: Octa
         ('{"prompt": "\\ud800"}', "line 2: the text holds a lone surrogate"),
         (
             '{"prompt": "w1", "sampling_params": {"temperature": 1' + "0" * 400 + "}}",
-            "line 2: temperature must be a number of at least 0",
+            "line 2: temperature must be a number of at most 1000000",
         ),
         (
             '{"prompt": "w1", "sampling_params": {"logit_bias": {"' + "9" * 5000 + '": 1}}}',

@@ -82,6 +82,31 @@ def test_what_is_no_list_of_priorities_is_refused(llm: LLM, priority: Any) -> No
         llm.generate(["w1"], priority=priority)
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 20},
+        {"max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1},
+        {"top_k": 2**31 - 1},
+        {"truncate_prompt_tokens": 2**31 - 1},
+        {"seed": 2**63 - 1, "temperature": 1},
+        {"seed": -(2**63), "temperature": 1},
+        {"stop_token_ids": list(range(40, 64)), "min_tokens": 3},
+        {"logit_bias": dict.fromkeys(range(64), 100)},
+        {"repetition_penalty": 1e6, "presence_penalty": -2, "frequency_penalty": 2},
+        {"temperature": 1e6},
+        {"temperature": 1e-300},
+        {"stop": ["w9"] * 1000},
+    ],
+)
+def test_no_extreme_of_one_request_harms_the_others(llm: LLM, values: dict[str, Any]) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (before,) = llm.generate("w1 w2 w3", plain)
+    both = llm.generate(["w1 w2 w3", "w4 w5"], [plain, SamplingParams(**{"max_tokens": 6, **values})])
+    assert both[0].outputs[0].token_ids == before.outputs[0].token_ids
+    assert both[1].finished
+
+
 def test_minus_one_asks_for_the_whole_vocabulary(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, logprobs=-1, prompt_logprobs=-1)
     whole, one = llm.generate(["w1 w2", "w1 w2"], [params, SamplingParams(max_tokens=2, temperature=0, logprobs=1)])

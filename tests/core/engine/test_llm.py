@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,7 @@ from octavo.core.api.errors import EngineError, OctavoError, PluginError, UsageE
 from octavo.core.api.executor import WorkerMethod
 from octavo.core.api.hooks import hookimpl
 from octavo.core.api.sampling import SamplingParams
-from octavo.core.api.scheduling import SchedulerStats, StepPlan, StepResult
+from octavo.core.api.scheduling import Logprobs, SchedulerStats, SchedulingPolicy, StepPlan, StepResult
 from octavo.core.discovery.hooks import Hooks
 from octavo.core.engine.beam_search import BeamSearchParams
 from octavo.core.engine.interrupt import interrupt_deferred
@@ -329,6 +330,73 @@ def test_a_row_that_lacks_its_token_is_the_executor_s_fault(
     ):
         llm.generate(["abc", "defg"], params(6))
     assert executor.is_shut_down
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"failed": {99: "x"}}, r"failed=\{99: 'x'\}, not \{row: why\}"),
+        ({"failed": {-1: "x"}}, "with failed="),
+        ({"failed": None}, "with failed=None"),
+        ({"failed": ["x"]}, "with failed="),
+        ({"sampled": np.full((1, 3), 7, np.int32)}, "3 tokens a row and no num_accepted"),
+        ({"step": 77}, "gave a wrong result: the result of step 77 came when"),
+    ],
+)
+def test_a_wrong_result_stops_the_engine_and_names_the_executor(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], says: str
+) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    run = executor._run
+    monkeypatch.setattr(executor, "_run", lambda step: msgspec.structs.replace(run(step), **wrong))
+    with pytest.raises(PluginError, match=f"executor 'inline'.*{says}"):
+        llm.generate("abc", params(4))
+    assert executor.is_shut_down
+    with pytest.raises(EngineError, match="the engine has stopped"):
+        llm.generate("abc", params(4))
+
+
+def test_log_probabilities_of_rows_that_are_not_there_stop_the_engine(
+    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = EchoExecutor()
+    llm = make_llm(executor)
+    run = executor._run
+    where = Logprobs(
+        rows=np.array([40], np.int32),
+        token_ids=np.zeros((1, 1), np.int32),
+        logprobs=np.zeros((1, 1), np.float32),
+        ranks=np.ones(1, np.int32),
+    )
+    monkeypatch.setattr(executor, "_run", lambda step: msgspec.structs.replace(run(step), prompt_logprobs=where))
+    with pytest.raises(EngineError):
+        llm.generate("abc", params(4))
+    assert executor.is_shut_down
+
+
+class Moody(SchedulingPolicy):
+    """Gives a key once."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def key(self, request: Any) -> tuple[float, ...]:
+        self.asked += 1
+        if self.asked > 1:
+            raise ValueError("not again")
+        return (0.0,)
+
+
+def test_a_policy_that_fails_later_stops_the_engine(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    scheduler = llm.front.core._scheduler
+    scheduler._waiting._policy = scheduler._roster.policy = Moody()
+    llm.front.core.add(llm.front.maker.make("abcdef", params(8, n=3), "r")[0])
+    with pytest.raises(PluginError, match=r"scheduling policy Moody gave no key for request 'r'"):
+        llm.front.core.finish("r", 0, reason="stop")  # the second completion takes its place
+    with pytest.raises(EngineError, match="the engine has stopped"):
+        llm.generate("abc", params(4))
 
 
 def test_the_last_token_of_the_vocabulary_is_one_of_it(make_llm: MakeLLM) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
 
 import msgspec
 import numpy as np
@@ -74,6 +77,17 @@ def test_extra_keys_are_canonical_and_tell_tenants_apart() -> None:
     assert len(set(different)) == len(different)
 
 
-def test_extra_keys_must_be_plain_data() -> None:
+def _endless() -> list[object]:
+    endless: list[object] = []
+    endless.append(endless)
+    return endless
+
+
+@pytest.mark.parametrize(
+    "extra", [object(), Decimal("1"), np.float64(1), np.int32(1), dataclass(type("Plain", (), {}))(), {1}, 2**70, _endless()]
+)
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"image": x}, lambda x: [1, (x,)]])
+def test_extra_keys_must_be_plain_data(extra: object, wrap: Callable[[object], object]) -> None:
+    """What msgpack would say in the words of something else, or not at all: two keys must never be one by accident."""
     with pytest.raises(UsageError, match="plain data"):
-        encode_extra(None, {"image": object()})
+        encode_extra(None, wrap(extra))

@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 12),
         n=st.sampled_from([1, 1, 1, 2, 3]),
         eos=st.sampled_from([(), (3,), (3, 4)]),
-        stop=st.sampled_from([(), (5,)]),
+        stop=st.sampled_from([(), (5,), tuple(range(5, 30))]),
         min_tokens=st.sampled_from([0, 0, 2]),
         ignore_eos=st.booleans(),
         priority=st.integers(0, 2),

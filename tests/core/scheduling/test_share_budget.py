@@ -25,6 +25,8 @@ def share(
         ([1, 20, 1, 5], 10, {}, [1, 8, 1, 0]),  # decodes first, then prompts in order
         ([30, 1, 1, 1], 2, {}, [0, 1, 1, 0]),
         ([3, 20, 3], 8, {"decode_query_len": 3}, [3, 2, 3]),
+        ([3, 3, 20, 3], 5, {"decode_query_len": 3}, [3, 1, 0, 1]),  # every row's own token before any guess
+        ([3, 9, 2], 4, {"decode_query_len": 3, "chunked": False}, [3, 0, 1]),
         ([20, 20, 1], 100, {"long_prefill_token_threshold": 6}, [6, 6, 1]),
         ([20, 20, 1], 10, {"long_prefill_token_threshold": 6}, [6, 3, 1]),
         ([9, 4, 1], 6, {"chunked": False}, [0, 4, 1]),  # whole or not at all
@@ -47,5 +49,7 @@ def test_no_more_than_wanted_and_no_more_than_there_is(wanted, budget, decode_qu
     if chunked and not cap:
         assert sum(granted) == min(budget, sum(wanted))  # nothing is left unused
     decodes = [(want, got) for want, got in zip(wanted, granted, strict=True) if want <= decode_query_len]
+    if sum(want > 0 for want, _ in decodes) <= budget:
+        assert all(got > 0 for want, got in decodes if want)
     if sum(want for want, _ in decodes) <= budget:
         assert all(want == got for want, got in decodes)

@@ -35,7 +35,7 @@ def fingerprint(harness: Harness) -> tuple[object, ...]:
             state.stepped_back_at,
         )
         for request_id, states in sorted(harness.scheduler._requests.items())
-        for state in states
+        for state in states.values()
         for key in [(request_id, state.index)]
     ]
     tables = tuple(manager.table.tobytes() for manager in kv.managers)
