@@ -32,6 +32,7 @@ def _lines(document: Mapping[str, Any], verbose: bool) -> Iterator[str]:
     about, torch = document["environment"], document["torch"]
     yield f"octavo   {document['octavo']['version']}, octavo.api {document['octavo']['api']}"
     yield f"python   {about['python']} ({about['implementation']}), {about['system']} {about['machine']}, {about['cpus']} CPUs"
+    yield f"prefixes {about['prefix_hash']}"
     yield f"torch    {torch['version'] or 'not installed'}{'' if torch['imports'] else ' — CAN NOT BE IMPORTED'}"
     for extension in torch["extensions"]:
         yield f"         loads {extension['name']} by itself ({extension['distribution']} {extension['version']})"

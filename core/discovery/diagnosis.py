@@ -83,8 +83,18 @@ def _environment() -> Mapping[str, Any]:
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
         "virtual_environment": sys.prefix != sys.base_prefix,
+        "prefix_hash": _prefix_hash(),
         "variables": environment.given(),
     }
+
+
+def _prefix_hash() -> str:
+    """How SHA-256 keys of the prefix cache are made here."""
+    from octavo.core.kv_cache import hashing
+
+    if hashing.COMPILED_SHA256 is not None:
+        return "sha256 compiled"
+    return "sha256 of hashlib (octavo was installed without a C compiler, or the processor has no SHA instructions)"
 
 
 def _torch() -> tuple[Mapping[str, Any], Sequence[Finding]]:

@@ -169,7 +169,7 @@ def test_doctor_s_page_names_everything(monkeypatch: pytest.MonkeyPatch, capsys:
             octavo={"version": "1", "api": "1.0"},
             environment={
                 "python": "3", "implementation": "C", "system": "S", "machine": "m", "cpus": 2,
-                "variables": {"OCTAVO_DEBUG": "1"},
+                "prefix_hash": "sha256 compiled", "variables": {"OCTAVO_DEBUG": "1"},
             },
             packages={"torch": "2.8", "gguf": None},
             torch={"version": "2.8", "imports": False, "extensions": [{"name": "n", "distribution": "d", "version": "3"}]},
@@ -186,7 +186,15 @@ def test_doctor_s_page_names_everything(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(diagnosis, "diagnose", found)
     assert main(["doctor", "--verbose"]) == 0
     text = capsys.readouterr().out
-    for part in ("CAN NOT BE IMPORTED", "loads n by itself (d 3)", "OCTAVO_DEBUG=1", "1.0 GiB", "driver 7", "failed-to-load"):
+    for part in (
+        "prefixes sha256 compiled",
+        "CAN NOT BE IMPORTED",
+        "loads n by itself (d 3)",
+        "OCTAVO_DEBUG=1",
+        "1.0 GiB",
+        "driver 7",
+        "failed-to-load",
+    ):
         assert part in text
     assert "  | Traceback" in text
     assert text.endswith("1 finding\n  warning: it: is broken\n    → mend it\n")
