@@ -181,6 +181,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     evictions_total: int = 0
     scheduled_tokens_total: int = 0
     steps_total: int = 0
+    draft_tokens_total: int = 0  # guesses of the proposer that were verified …
+    accepted_tokens_total: int = 0  # … and those that were right
 
     @property
     def prefix_hit_rate(self) -> float:

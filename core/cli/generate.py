@@ -144,6 +144,7 @@ def _end(llm: LLM, result: RequestOutput, startup_s: float, *, as_json: bool) ->
             "platform": platform,
             "attention_backend": attention,
             "metrics": metrics,
+            "engine": llm.metrics(),
         }
         click.echo(json.dumps(document, ensure_ascii=False))
         return

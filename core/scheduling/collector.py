@@ -22,6 +22,7 @@ class Collector:
         self._roster = roster
         self._arrays = roster.arrays
         self._end = end
+        self.num_accepted = 0
 
     def collect(self, step: PlannedStep, result: StepResult) -> StepOutput:
         """Raises `EngineError` when a row lacks its token."""
@@ -37,6 +38,7 @@ class Collector:
         if result.num_accepted is None:
             finished = self._append(slots, tokens[:, 0])
         else:
+            self.num_accepted += int(result.num_accepted.sum())
             tokens, finished = self._append_several(slots, tokens)
             logprobs = first_logprobs(logprobs, np.count_nonzero(tokens >= 0, axis=1))
         return StepOutput(

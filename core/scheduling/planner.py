@@ -41,6 +41,7 @@ class Planner:
         self._rows: IntArray = np.zeros(0, np.int32)  # those of the last plan
         self._repeatable = False  # they all decoded one token, and all were sampled
         self.num_scheduled_tokens = 0
+        self.num_drafts = 0
 
     def repeat(self) -> StepPlan | None:
         """The last step again, one token a row. None if anything differs."""
@@ -165,6 +166,7 @@ class Planner:
             plan.rows, plan.num_scheduled_tokens, plan.num_decodes = slots, counts, num_decodes
         if self._drafter is not None:
             plan.drafts = self._drafter.message(slots, drafts)
+            self.num_drafts += int(drafts.sum())
         roster.commit_computed(slots, computed)
         self._after_prompt(slots[samples])
         self._launch(PlannedStep(plan.step, slots, None if samples.all() else samples, _started(new)), int(counts.sum()))

@@ -177,6 +177,8 @@ class Scheduler:
             evictions_total=self._kv.num_evictions,
             scheduled_tokens_total=self._planner.num_scheduled_tokens,
             steps_total=self._flight.num_planned,
+            draft_tokens_total=self._planner.num_drafts,
+            accepted_tokens_total=self._collector.num_accepted,
         )
 
     def _end(self, state: RequestState) -> None:

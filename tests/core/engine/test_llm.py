@@ -563,6 +563,13 @@ def test_lower_priorities_are_served_first(make_llm: MakeLLM) -> None:
     assert next(iter(llm.stream("abc", params(5), priority=3))).request_id
 
 
+def test_guesses_and_steps_planned_ahead_exclude_each_other(make_llm: MakeLLM) -> None:
+    with pytest.raises(UsageError, match="steps can't be planned ahead with speculative=ngram: guesses follow known tokens"):
+        make_llm(speculative="ngram", async_scheduling=True)
+    assert make_llm(speculative="ngram").front.core._max_in_flight == 1
+    assert make_llm().front.core._max_in_flight == 2
+
+
 def test_a_step_budget_below_the_number_of_requests_is_warned_of(make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
     make_llm(max_num_seqs=8, max_num_batched_tokens=8)
     assert not caplog.records

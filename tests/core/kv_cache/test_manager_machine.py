@@ -218,6 +218,7 @@ class ManagerMachine(RuleBasedStateMachine):
             committed=hit.num_tokens,
             promised=cost,
             planned_length=len(tokens),
+            trimmed=min(hit.num_tokens, len(tokens) - 1),  # a hit behind a window leaves out what no query from there sees
         )
         for group, entries in enumerate(hit.entries):
             pool = self.pool_of[group]

@@ -30,11 +30,16 @@ def main() -> int:
     record = {"machine": "SchedulerMachine", "seed": options.seed, "examples": 0, "failures": 0, "seconds": 0.0}
     if options.out is not None and options.out.exists():
         record = json.loads(options.out.read_text())
+        if record["seed"] != options.seed:
+            parser.error(
+                f"{options.out} records a run with seed {record['seed']}; give --seed {record['seed']} or another file"
+            )
     while record["examples"] < options.examples:
         os.environ["TEST_SEED"] = str(record["seed"] * 1_000_003 + record["examples"])
         begun_s = time.monotonic()
-        run_machine(SchedulerMachine, BATCH)  # raises with the failing steps
-        record["examples"] += BATCH
+        count = min(BATCH, options.examples - record["examples"])
+        run_machine(SchedulerMachine, count)  # raises with the failing steps
+        record["examples"] += count
         record["seconds"] = round(record["seconds"] + time.monotonic() - begun_s, 1)
         print(json.dumps(record), flush=True)
         if options.out is not None:

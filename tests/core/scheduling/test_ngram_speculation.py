@@ -85,6 +85,7 @@ def test_a_worker_side_proposer_is_refused_for_now() -> None:
 
 
 REPETITIVE = ["red green blue black white pink grey. " * 4 + "red green", "the cat sat on the mat. " * 8 + "the cat"]
+MISLEADING = ["a dog and a cat, a dog and a bird, a dog and a", "one two three, one two four, one two five, one two"]
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"async_scheduling": False},
     {"speculative": "ngram", "num_speculative_tokens": 6},
@@ -109,9 +110,16 @@ def test_a_real_model_says_the_same_under_every_policy_budget_pool_and_with_gues
             "kv_cache_memory_bytes": "256MiB",
         }
         with LLM(str(path), platform="cpu", **common, **options) as llm:
-            outputs = llm.generate(REPETITIVE, params, use_tqdm=False)
-            said.append([output.outputs[0].token_ids for output in outputs])
+            priority = [1, 0] if "scheduling_policy" in options else None
+            outputs = llm.generate(REPETITIVE, params, use_tqdm=False, priority=priority)
             steps.append(llm.front.core.stats().steps_total)
+            outputs += llm.generate(MISLEADING, params, use_tqdm=False, priority=priority)
+            said.append([output.outputs[0].token_ids for output in outputs])
+            figures = llm.metrics()
+            if "speculative" in options:
+                drafts, accepted = figures["draft_tokens_total"], figures["accepted_tokens_total"]
+                print(f"{accepted:.0f} of {drafts:.0f} guesses were right")
+                assert 0 < accepted < drafts - 10, "the texts must bring right and wrong guesses"
     print(f"plain decoding took {steps[0]} steps, n-gram speculation {steps[1]}")
     assert all(tokens == said[0] for tokens in said)
     assert steps[1] <= 0.5 * steps[0]

@@ -338,20 +338,26 @@ def test_stats_count_what_happened() -> None:
     assert stats.preemptions_total == harness.scheduler._roster.num_preemptions > 0
 
 
-def test_every_request_is_served_in_its_turn_under_constant_pressure() -> None:
-    """No feasible request starves: one that needs nearly the whole cache gets in though small ones keep coming."""
-    harness = Harness([full_group(20, 2)], max_num_seqs=4, max_model_len=40)
-    for i in range(3):
-        harness.add(make_request(f"small {i}", [i], max_tokens=6))
-    harness.add(make_request("large", range(30), max_tokens=8))
-    for i in range(3, 60):
-        harness.add(make_request(f"small {i}", [i % 7], max_tokens=6))
+@pytest.mark.parametrize("policy", [FirstComeFirstServed, Priority])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_every_request_is_served_in_its_turn_under_constant_pressure(
+    policy: type[SchedulingPolicy], max_in_flight: int
+) -> None:
+    """No feasible request starves: one that needs nearly the whole cache gets in though small ones keep coming.
+
+    The small ones end at different times, so that there is always room for another small one, never for the large one.
+    """
+    harness = Harness([full_group(20, 2)], max_num_seqs=4, max_model_len=40, policy=policy(), max_in_flight=max_in_flight)
+    for i in range(400):
+        if i == 20:
+            harness.add(make_request("large", range(30), max_tokens=8))
+        harness.add(make_request(f"small {i}", [i % 7], max_tokens=3 + i % 5))
         harness.plan()
         harness.finish_step()
         if ("large", 0) in harness.finished:
             break
     assert ("large", 0) in harness.finished
-    assert i < 40
+    assert sum(request_id.startswith("small") for request_id, _ in harness.finished) > 10, "others ran all the while"
     harness.run()
     harness.check_outputs()
 

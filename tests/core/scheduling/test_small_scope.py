@@ -13,8 +13,9 @@ from harness import Harness, full_group, make_request
 
 from octavo.core.api.errors import UsageError
 from octavo.core.api.kv_cache import KVGroupInfo, SlidingWindow
+from octavo.core.api.scheduling import SchedulingPolicy
 from octavo.core.kv_cache import hashing
-from octavo.core.scheduling import Priority
+from octavo.core.scheduling import FirstComeFirstServed, Priority
 
 SHA256_NAME = "COMPILED_SHA256" if hashing.COMPILED_SHA256 else "PYTHON_SHA256"  # in hashing
 PROMPTS = ([1, 2], [1, 2, 3], [1, 2, 3, 1], [4])
@@ -138,9 +139,11 @@ def act(harness: Harness, name: str, argument: str) -> bool:
     return False
 
 
-def configuration(groups: list[KVGroupInfo], max_in_flight: int) -> Callable[[], Harness]:
+def configuration(
+    groups: list[KVGroupInfo], max_in_flight: int, policy: type[SchedulingPolicy] = Priority
+) -> Callable[[], Harness]:
     def make() -> Harness:
-        return Harness(groups, max_num_seqs=2, max_model_len=10, token_budget=3, max_in_flight=max_in_flight, policy=Priority())
+        return Harness(groups, max_num_seqs=2, max_model_len=10, token_budget=3, max_in_flight=max_in_flight, policy=policy())
 
     return make
 
@@ -161,6 +164,15 @@ def test_no_interleaving_of_two_requests_gets_stuck() -> None:
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_no_interleaving_of_four_requests_gets_stuck(num_blocks: int, block_size: int, max_in_flight: int) -> None:
     states, longest = explore(configuration([full_group(num_blocks + 1, block_size)], max_in_flight), max_requests=4)
+    print(f"{states} states, at most {longest} steps to the end")
+    assert states > 500
+
+
+@pytest.mark.prove
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_no_interleaving_gets_stuck_first_come_first_served(max_in_flight: int) -> None:
+    states, longest = explore(configuration([full_group(5, 2)], max_in_flight, FirstComeFirstServed), max_requests=4)
     print(f"{states} states, at most {longest} steps to the end")
     assert states > 500
 
