@@ -412,7 +412,7 @@ class ManagerMachine(RuleBasedStateMachine):
         demand = self.demand(due)
         if (demand.sum(axis=1) > self.kv.num_free).any():
             assert not self.kv.try_extend(slots, starts, ends)
-            if all(row.end == row.start + 1 for row in due):
+            if all(row.first == row.start == row.end - 1 for row in due):
                 assert not self.kv.extend_decodes(slots, ends)
             self.settle()
             room = (np.cumsum(demand, axis=1) <= self.kv.num_free[:, None]).all(axis=0)
