@@ -134,7 +134,13 @@ class PoolMachine(RuleBasedStateMachine):
 
 def run_pool_machine(max_examples: int) -> None:
     machine = seed(int(os.environ.get("TEST_SEED", "0")))(PoolMachine)
-    limits = settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    limits = settings(
+        max_examples=max_examples,
+        stateful_step_count=30,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     run_state_machine_as_test(machine, settings=limits)
 
 
