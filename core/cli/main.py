@@ -58,7 +58,7 @@ class _Commands(click.Group):
             command = installed().load("command", cmd_name)
             if not isinstance(command, click.Command):
                 raise PluginError(
-                    f"command {cmd_name!r} ({entry.origin}) isn't a click command but {type(command).__name__}",
+                    f"{entry.who} isn't a click command but {type(command).__name__}",
                     hint="report this to its vendor",
                 )
         else:
@@ -75,9 +75,7 @@ class _Commands(click.Group):
                 raise
             from octavo.core.discovery.wording import error_text
 
-            raise PluginError(
-                f"command {entry.name!r} ({entry.origin}) failed: {error_text(error)}", hint="--debug shows the traceback"
-            ) from error
+            raise PluginError(f"{entry.who} failed: {error_text(error)}", hint="--debug shows the traceback") from error
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         ctx.meta[_NAME] = args[0] if args else None

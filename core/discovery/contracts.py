@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.core.api.errors import PluginUnavailable
 from octavo.core.discovery import lint
-from octavo.core.discovery.registry import LABELS, PluginEntry
+from octavo.core.discovery.registry import PluginEntry
 
 logger = logging.getLogger("octavo")
 
@@ -85,7 +85,7 @@ def _lint(entry: PluginEntry, target: type[Any], base: type[Any]) -> None:
     found = lint.warnings(target, base, entry.table)
     if found:
         entry.warning = "; ".join(found)
-        logger.warning("%s %r (%s): %s", LABELS[entry.kind], entry.name, entry.origin, entry.warning)
+        logger.warning("%s: %s", entry.who, entry.warning)
 
 
 def _with(cls: type[Any], **attributes: Any) -> type[Any]:

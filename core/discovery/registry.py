@@ -66,6 +66,16 @@ class PluginEntry:
         return f"{self.distribution} {self.version}"
 
     @property
+    def who(self) -> str:
+        """``attention backend 'acme' (acme-tools 1.0)``, for messages."""
+        return f"{LABELS[self.kind]} {self.name!r} ({self.origin})"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it comes with Octavo itself."""
+        return self.distribution == "octavo"
+
+    @property
     def probe_target(self) -> str | None:
         return getattr(self.table, "probe", None)
 

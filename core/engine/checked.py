@@ -15,7 +15,6 @@ import numpy as np
 from octavo.core.api.errors import OctavoError, PluginError
 from octavo.core.api.scheduling import IntArray, Proposer, SchedulingPolicy
 from octavo.core.discovery.loading import root_cause
-from octavo.core.discovery.registry import LABELS
 from octavo.core.discovery.wording import one_line
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckedPolicy", "CheckedProposer", "asked", "made", "policy", "proposer"]
 
 _T = TypeVar("_T")
-_OWN = "octavo"
 
 
 def asked(who: str, what: str, call: Callable[[], _T]) -> _T:
@@ -47,14 +45,14 @@ def made(registry: Registry, kind: PluginKind, name: str) -> Any:
 
 def policy(registry: Registry, name: str) -> SchedulingPolicy:
     found: SchedulingPolicy = made(registry, "scheduling_policy", name)
-    if registry.find("scheduling_policy", name).distribution == _OWN:
+    if registry.find("scheduling_policy", name).is_own:
         return found
     return CheckedPolicy(found, _who(registry, "scheduling_policy", name))
 
 
 def proposer(registry: Registry, name: str, vocab_size: int) -> Proposer:
     found: Proposer = made(registry, "proposer", name)
-    if registry.find("proposer", name).distribution == _OWN or found.location != "engine":
+    if registry.find("proposer", name).is_own or found.location != "engine":
         return found  # what runs in a worker isn't asked here
     return CheckedProposer(found, _who(registry, "proposer", name), vocab_size)
 
@@ -105,4 +103,4 @@ class CheckedProposer(Proposer):
 
 
 def _who(registry: Registry, kind: PluginKind, name: str) -> str:
-    return f"{LABELS[kind]} {name!r} ({registry.find(kind, name).origin})"
+    return registry.find(kind, name).who

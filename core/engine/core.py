@@ -323,7 +323,7 @@ def assemble_core(config: EngineConfig, executor: Executor, info: ExecutorInfo, 
         max_in_flight=max_in_flight,
     )
     return EngineCore(
-        config=config, scheduler=scheduler, executor=executor, info=info, max_in_flight=max_in_flight, hooks=hooks
+        config=config, scheduler=scheduler, executor=executor, info=info, max_in_flight=scheduler.max_in_flight, hooks=hooks
     )
 
 
@@ -357,13 +357,11 @@ def _kv_managers(registry: Registry, info: ExecutorInfo) -> Mapping[str, type[KV
 
 def _max_in_flight(config: EngineConfig, info: ExecutorInfo) -> int:
     wanted = config.scheduler.async_scheduling
-    if config.scheduler.speculative is not None:
-        if wanted and "async_scheduling" in config.given:
-            raise UsageError(
-                f"steps can't be planned ahead with speculative={config.scheduler.speculative}: guesses follow known tokens",
-                hint="leave async_scheduling out, or speculative",
-            )
-        return 1
+    if config.scheduler.speculative is not None and wanted and "async_scheduling" in config.given:
+        raise UsageError(
+            f"steps can't be planned ahead with speculative={config.scheduler.speculative}: guesses follow known tokens",
+            hint="leave async_scheduling out, or speculative",
+        )
     if wanted and info.max_in_flight < 2:
         raise UsageError(
             f"executor {config.plugins.executor!r} runs one step at a time: it can't schedule asynchronously",

@@ -123,14 +123,16 @@ class PrefixHasher:
         """The key of block ``columns[i]`` of the sequence in row ``slots[i]`` of ``tokens``, appended to chain ``number`` of
         ``prefixes[i]`` if it isn't there; the blocks before it must be. All blocks' tokens are gathered at once.
         """
-        data = self._blocks(tokens, slots, columns).astype("<i4", copy=False).tobytes()
         chains = [prefix.chains[number] for prefix in prefixes]
-        above = [chain[column - 1] if column else ROOT for chain, column in zip(chains, columns.tolist(), strict=True)]
-        keys = self._hash.each(above, data, 4 * self.block_size, [prefix.extra for prefix in prefixes])
-        for chain, column, key in zip(chains, columns.tolist(), keys, strict=True):
-            if len(chain) == column:
-                chain.append(key)
-        return keys
+        wanted = columns.tolist()
+        lacking = [i for i, (chain, column) in enumerate(zip(chains, wanted, strict=True)) if len(chain) == column]
+        if lacking:
+            data = self._blocks(tokens, slots[lacking], columns[lacking]).astype("<i4", copy=False).tobytes()
+            above = [chains[i][-1] if chains[i] else ROOT for i in lacking]
+            keys = self._hash.each(above, data, 4 * self.block_size, [prefixes[i].extra for i in lacking])
+            for i, key in zip(lacking, keys, strict=True):
+                chains[i].append(key)
+        return [chain[column] for chain, column in zip(chains, wanted, strict=True)]
 
     def _blocks(self, tokens: IntArray, slots: IntArray, columns: IntArray) -> IntArray:
         """[n, block_size]: the tokens of these blocks."""

@@ -203,7 +203,6 @@ class SlotArrays:
         self.limit[slot] = min(state.num_prompt_tokens + state.max_tokens, self.max_model_len)
         self.stops_from[slot] = min(state.num_prompt_tokens + sampling.min_tokens, self.max_model_len)
         self._set_stop_ids(slot, state.stop_ids)
-        self.ignored[slot] = False
         self.special[slot] = bool(state.forks) or state.request.stepwise
         self.parked[slot] = state.parked
         state.slot = slot

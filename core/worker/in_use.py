@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckedModel", "InUse", "NamedStep", "checked_sampler"]
 
 _T = TypeVar("_T")
-_OWN = "octavo"
 
 
 class InUse:
@@ -49,8 +48,8 @@ class InUse:
             ("platform", str(resolved.config.plugins.platform)),
         ]
         entries = [registry.find(kind, name) for kind, name in names]
-        self._own = [entry for entry in entries if entry.distribution == _OWN]
-        self._outside = [entry for entry in entries if entry.distribution != _OWN]
+        self._own = [entry for entry in entries if entry.is_own]
+        self._outside = [entry for entry in entries if not entry.is_own]
 
     @property
     def has_outside_arithmetic(self) -> bool:
@@ -101,13 +100,12 @@ class InUse:
             nearest = max(homes.values(), default=0)
             if nearest:
                 return [entry for entry in self._outside if homes[id(entry)] == nearest]
-            if module.partition(".")[0] == _OWN:
+            if module.partition(".")[0] == "octavo":
                 break
         return ()
 
     def _who(self, entry: PluginEntry) -> str:
-        who = f"{LABELS[entry.kind]} {entry.name!r} ({entry.origin})"
-        return f"{who} for {', '.join(self._ops[entry.name])}" if entry.kind == "ops" else who
+        return f"{entry.who} for {', '.join(self._ops[entry.name])}" if entry.kind == "ops" else entry.who
 
 
 class CheckedModel:

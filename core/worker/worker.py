@@ -237,12 +237,12 @@ def load_ops(chosen: Mapping[str, str], platform: Platform) -> Ops:
         if name not in offers:
             offers[name] = _offer(name, registry.load("ops", name), entry.table.implements, platform)
         overrides[op] = offers[name][op]
-        who = f"ops plugin {name!r} ({entry.origin}) for {op}"
+        who = f"{entry.who} for {op}"
         try:
             Ops({op: overrides[op]}, platform=platform)
         except PluginError as error:
             raise PluginError(f"{who}: {error.message}", hint="report this to its vendor") from error
-        if op == "verify_and_sample" and entry.distribution != "octavo":
+        if op == "verify_and_sample" and not entry.is_own:
             overrides[op] = checked_sampler(overrides[op], who)
     return Ops(overrides, platform=platform)
 

@@ -162,11 +162,9 @@ static PyObject *chain(PyObject *self, PyObject *args)
     const uint8_t *above = parent.buf, *tokens = data.buf;
     size_t above_size = (size_t)parent.len;
     for (Py_ssize_t i = 0; i < count; i++, tokens += stride) {
-        if ((i == 0 || above_size != m.parent) && !lay_out(&m, above_size, (size_t)stride, extra.buf, (size_t)extra.len)) {
-            Py_CLEAR(keys);
-            break;
-        }
-        PyObject *key = key_of(&m, above, tokens);
+        PyObject *key = NULL;
+        if ((i > 0 && above_size == m.parent) || lay_out(&m, above_size, (size_t)stride, extra.buf, (size_t)extra.len))
+            key = key_of(&m, above, tokens);
         if (key == NULL) {
             Py_CLEAR(keys);
             break;

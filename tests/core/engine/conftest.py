@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from octavo.core.config import EngineConfig
 from octavo.core.engine.core import assemble_core
 from octavo.core.engine.detokenizer import TokenBytes
 from octavo.core.engine.front import Front
+from octavo.core.engine.llm import LLM
 from octavo.core.engine.output import OutputProcessor
 from octavo.core.engine.requests import RequestMaker
 
@@ -186,3 +188,15 @@ def echo_front(byte_tokenizer: ByteTokenizer) -> Iterator[Callable[..., Front]]:
 @pytest.fixture(name="EchoExecutor")
 def _echo_executor() -> type[EchoExecutor]:
     return EchoExecutor
+
+
+@pytest.fixture
+def make_llm(echo_front: Any) -> Callable[..., LLM]:
+    def make(*arguments: Any, **options: Any) -> LLM:
+        llm = LLM.__new__(LLM)
+        llm.front = echo_front(*arguments, **options)
+        llm._ids = itertools.count()
+        llm._lock = threading.RLock()
+        return llm
+
+    return make

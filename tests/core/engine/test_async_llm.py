@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from greedy import params
 
 from octavo.core.api.errors import EngineError, RequestAborted, UsageError
 from octavo.core.api.sampling import SamplingParams
@@ -30,10 +31,6 @@ async def make_llm(echo_front: Any) -> AsyncIterator[MakeLLM]:
     yield make
     for llm in made:
         llm.shutdown()
-
-
-def params(max_tokens: int = 10, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, **more)
 
 
 async def last(llm: AsyncLLM, prompt: Any, sampling: SamplingParams, request_id: str) -> RequestOutput:

@@ -10,37 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
+from greedy import params
 
 from octavo.core.api.errors import EngineError, OctavoError, PluginError, UsageError, WorkerDied
 from octavo.core.api.executor import WorkerMethod
 from octavo.core.api.hooks import hookimpl
-from octavo.core.api.sampling import SamplingParams
-from octavo.core.api.scheduling import Logprobs, SchedulerStats, SchedulingPolicy, StepPlan, StepResult
+from octavo.core.api.scheduling import SchedulerStats, StepPlan
 from octavo.core.discovery.hooks import Hooks
 from octavo.core.engine.beam_search import BeamSearchParams
 from octavo.core.engine.interrupt import interrupt_deferred
 from octavo.core.engine.llm import LLM
 
 MakeLLM = Callable[..., LLM]
-
-
-@pytest.fixture
-def make_llm(echo_front: Any) -> MakeLLM:
-    def make(*arguments: Any, **options: Any) -> LLM:
-        llm = LLM.__new__(LLM)
-        llm.front = echo_front(*arguments, **options)
-        llm._ids = itertools.count()
-        llm._lock = threading.RLock()
-        return llm
-
-    return make
-
-
-def params(max_tokens: int = 10, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=0, **more)
 
 
 def test_outputs_come_in_the_order_of_the_prompts(make_llm: MakeLLM) -> None:
@@ -257,150 +239,6 @@ def test_ctrl_c_interrupts_the_wait_and_the_step_stays_in_flight(
     assert llm.front.core.has_work()
     executor.gate.set()
     assert llm.generate("xyz", params(4))[0].outputs[0].text == "xyzx"
-
-
-@pytest.mark.parametrize("token", [-2, 257, 2**31 - 1, -(2**31)])
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.int8])
-def test_a_token_id_outside_the_vocabulary_is_the_executor_s_fault(
-    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, token: int, dtype: Any
-) -> None:
-    executor = EchoExecutor()
-    llm = make_llm(executor)
-    run = executor._run
-
-    def wrong(step: StepPlan) -> Any:
-        result = run(step)
-        result.sampled = result.sampled.astype(dtype) if dtype is not np.int8 else np.full_like(result.sampled, -1, dtype)
-        result.sampled[-1, 0] = -2 if dtype is np.int8 else token
-        return result
-
-    monkeypatch.setattr(executor, "_run", wrong)
-    says = rf"executor 'inline' completes a step with token id {-2 if dtype is np.int8 else token}, expected one from 0 to 256"
-    with pytest.raises(PluginError, match=says):
-        llm.generate(["abc", "defg"], params(4))
-    assert executor.is_shut_down
-
-
-def test_a_result_without_an_array_is_the_executor_s_fault(
-    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = EchoExecutor()
-    llm = make_llm(executor)
-    monkeypatch.setattr(executor, "_run", lambda step: StepResult(step=step.step, sampled=[[1]]))  # type: ignore[arg-type]
-    with pytest.raises(PluginError, match=r"executor 'inline' completes a step with .*, not a StepResult of token ids"):
-        llm.generate("abc", params(4))
-
-
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_a_result_for_another_number_of_rows_is_the_executor_s_fault(
-    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
-    executor = EchoExecutor()
-    llm = make_llm(executor, async_scheduling=async_scheduling)
-    run = executor._run
-
-    def short(step: StepPlan) -> Any:
-        result = run(step)
-        if executor.num_steps == 3:  # a step with the rows of the one before
-            result.sampled = result.sampled[:-1]
-        return result
-
-    monkeypatch.setattr(executor, "_run", short)
-    with pytest.raises(PluginError, match="executor 'inline' completes a step of 2 rows with tokens for 1"):
-        llm.generate(["abc", "defg"], params(6))
-
-
-@pytest.mark.parametrize("async_scheduling", [True, False])
-def test_a_row_that_lacks_its_token_is_the_executor_s_fault(
-    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, async_scheduling: bool
-) -> None:
-    executor = EchoExecutor()
-    llm = make_llm(executor, async_scheduling=async_scheduling)
-    run = executor._run
-
-    def silent(step: StepPlan) -> Any:
-        result = run(step)
-        if executor.num_steps == 3:
-            result.sampled[-1] = -1
-        return result
-
-    monkeypatch.setattr(executor, "_run", silent)
-    with pytest.raises(
-        PluginError, match=r"executor 'inline' gave a wrong result: in step \d the row of slot \d lacks its token"
-    ):
-        llm.generate(["abc", "defg"], params(6))
-    assert executor.is_shut_down
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"failed": {99: "x"}}, r"failed=\{99: 'x'\}, not \{row: why\}"),
-        ({"failed": {-1: "x"}}, "with failed="),
-        ({"failed": None}, "with failed=None"),
-        ({"failed": ["x"]}, "with failed="),
-        ({"sampled": np.full((1, 3), 7, np.int32)}, "3 tokens a row and no num_accepted"),
-        ({"step": 77}, "gave a wrong result: the result of step 77 came when"),
-    ],
-)
-def test_a_wrong_result_stops_the_engine_and_names_the_executor(
-    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], says: str
-) -> None:
-    executor = EchoExecutor()
-    llm = make_llm(executor)
-    run = executor._run
-    monkeypatch.setattr(executor, "_run", lambda step: msgspec.structs.replace(run(step), **wrong))
-    with pytest.raises(PluginError, match=f"executor 'inline'.*{says}"):
-        llm.generate("abc", params(4))
-    assert executor.is_shut_down
-    with pytest.raises(EngineError, match="the engine has stopped"):
-        llm.generate("abc", params(4))
-
-
-def test_log_probabilities_of_rows_that_are_not_there_stop_the_engine(
-    make_llm: MakeLLM, EchoExecutor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    executor = EchoExecutor()
-    llm = make_llm(executor)
-    run = executor._run
-    where = Logprobs(
-        rows=np.array([40], np.int32),
-        token_ids=np.zeros((1, 1), np.int32),
-        logprobs=np.zeros((1, 1), np.float32),
-        ranks=np.ones(1, np.int32),
-    )
-    monkeypatch.setattr(executor, "_run", lambda step: msgspec.structs.replace(run(step), prompt_logprobs=where))
-    with pytest.raises(EngineError):
-        llm.generate("abc", params(4))
-    assert executor.is_shut_down
-
-
-class Moody(SchedulingPolicy):
-    """Gives a key once."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def key(self, request: Any) -> tuple[float, ...]:
-        self.asked += 1
-        if self.asked > 1:
-            raise ValueError("not again")
-        return (0.0,)
-
-
-def test_a_policy_that_fails_later_stops_the_engine(make_llm: MakeLLM) -> None:
-    llm = make_llm()
-    scheduler = llm.front.core._scheduler
-    scheduler._waiting._policy = scheduler._roster.policy = Moody()
-    llm.front.core.add(llm.front.maker.make("abcdef", params(8, n=3), "r")[0])
-    with pytest.raises(PluginError, match=r"scheduling policy Moody gave no key for request 'r'"):
-        llm.front.core.finish("r", 0, reason="stop")  # the second completion takes its place
-    with pytest.raises(EngineError, match="the engine has stopped"):
-        llm.generate("abc", params(4))
-
-
-def test_the_last_token_of_the_vocabulary_is_one_of_it(make_llm: MakeLLM) -> None:
-    assert make_llm().generate("a<end>", params(2, ignore_eos=True))[0].outputs[0].token_ids[-1] == 256
 
 
 def test_after_close_nothing_runs_and_closing_again_is_harmless(make_llm: MakeLLM, EchoExecutor: Any) -> None:

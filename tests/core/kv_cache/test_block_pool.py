@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 import tracemalloc
 from collections import OrderedDict, deque
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from machines import run_machine
 
 from octavo.core.kv_cache import BlockPool
 
@@ -132,26 +131,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert {b: int(n) for b, n in enumerate(pool.ref_count) if n} == self.holders
 
 
-def run_pool_machine(max_examples: int) -> None:
-    machine = seed(int(os.environ.get("TEST_SEED", "0")))(PoolMachine)
-    limits = settings(
-        max_examples=max_examples,
-        stateful_step_count=30,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(machine, settings=limits)
-
-
 def test_pool_behaves_like_its_model() -> None:
-    run_pool_machine(60)
+    run_machine(PoolMachine, 60, steps=30)
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(1200)
 def test_pool_behaves_like_its_model_in_two_thousand_examples() -> None:
-    run_pool_machine(2000)
+    run_machine(PoolMachine, 2000, steps=30)
 
 
 def test_the_null_block_is_never_allocated() -> None:

@@ -7,7 +7,6 @@ and blocks are kept, and every row reads what it sees.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +14,10 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, note, seed, settings
+from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from machines import run_machine
 
 from octavo.core.api.kv_cache import MLA, FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
 from octavo.core.kv_cache import Hit, KVCacheManager
@@ -715,26 +715,11 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.kv.usage == 0
 
 
-def run_manager_machine(max_examples: int) -> None:
-    run_state_machine_as_test(
-        seed(int(os.environ.get("TEST_SEED", "0")))(ManagerMachine),
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=20,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate, Phase.shrink],
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
 def test_the_manager_behaves_like_its_model() -> None:
-    run_manager_machine(40)
+    run_machine(ManagerMachine, 40, steps=20)
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(1200)
 def test_the_manager_behaves_like_its_model_in_two_thousand_examples() -> None:
-    run_manager_machine(2000)
+    run_machine(ManagerMachine, 2000, steps=20)

@@ -14,8 +14,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
-from machine import SchedulerMachine, run_machine
+from machine import SchedulerMachine
+from machines import run_machine
 
 BATCH = 1000
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 from fake_worker import FakeModel
 from harness import Harness, make_request
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.core.api.errors import UsageError
 from octavo.core.api.kv_cache import MLA, FullAttention, KVGroupInfo, RecurrentState, SlidingWindow
@@ -162,19 +159,3 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.harness.scheduler.resume()
             self.harness.run()
             self.harness.check_outputs()
-
-
-def run_machine(machine: type[RuleBasedStateMachine], max_examples: int, *, steps: int = 50) -> None:
-    """``max_examples`` runs; the seed comes from TEST_SEED."""
-    run_state_machine_as_test(
-        seed(int(os.environ.get("TEST_SEED", "0")))(machine),
-        settings=settings(
-            max_examples=max_examples,
-            stateful_step_count=steps,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate, Phase.shrink],
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )

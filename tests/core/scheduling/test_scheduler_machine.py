@@ -1,7 +1,8 @@
 """Anything an engine may do with a scheduler, in any order: the protocol holds, blocks add up, outputs are exact."""
 
 import pytest
-from machine import SchedulerMachine, run_machine
+from machine import SchedulerMachine
+from machines import run_machine
 
 
 def test_scheduler_keeps_the_protocol_whatever_happens() -> None:

@@ -158,30 +158,27 @@ def test_no_interleaving_of_two_requests_gets_stuck() -> None:
     assert states > 40
 
 
-@pytest.mark.prove
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("num_blocks", "block_size"), [(3, 2), (4, 2), (6, 1), (6, 2)])
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_no_interleaving_of_four_requests_gets_stuck(num_blocks: int, block_size: int, max_in_flight: int) -> None:
-    states, longest = explore(configuration([full_group(num_blocks + 1, block_size)], max_in_flight), max_requests=4)
-    print(f"{states} states, at most {longest} steps to the end")
-    assert states > 500
+FULL_AND_WINDOW = [full_group(7, 2), window_group(7, 2)]
 
 
 @pytest.mark.prove
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("groups", "policy"),
+    [
+        ([full_group(4, 2)], Priority),
+        ([full_group(5, 2)], Priority),
+        ([full_group(5, 2)], FirstComeFirstServed),
+        ([full_group(7, 1)], Priority),
+        ([full_group(7, 2)], Priority),
+        (FULL_AND_WINDOW, Priority),
+    ],
+)
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_no_interleaving_gets_stuck_first_come_first_served(max_in_flight: int) -> None:
-    states, longest = explore(configuration([full_group(5, 2)], max_in_flight, FirstComeFirstServed), max_requests=4)
-    print(f"{states} states, at most {longest} steps to the end")
-    assert states > 500
-
-
-@pytest.mark.prove
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_no_interleaving_gets_stuck_where_two_groups_share_a_pool(max_in_flight: int) -> None:
-    groups = [full_group(7, 2), window_group(7, 2)]
-    states, longest = explore(configuration(groups, max_in_flight), max_requests=4)
+def test_no_interleaving_of_four_requests_gets_stuck(
+    groups: list[KVGroupInfo], policy: type[SchedulingPolicy], max_in_flight: int
+) -> None:
+    """With 3, 4 and 6 blocks; the last groups share a pool."""
+    states, longest = explore(configuration(groups, max_in_flight, policy), max_requests=4)
     print(f"{states} states, at most {longest} steps to the end")
     assert states > 500
