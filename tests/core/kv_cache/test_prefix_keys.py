@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from octavo.core.api.errors import UsageError
-from octavo.core.kv_cache.hashing import ROOT, Prefix, PrefixHasher, encode_extra
+from octavo.core.kv_cache.hashing import ROOT, BlockHash, Prefix, PrefixHasher, encode_extra
 
 TOKENS = np.arange(100, 147, dtype=np.int32)  # 47 tokens
 
@@ -91,3 +91,18 @@ def test_extra_keys_must_be_plain_data(extra: object, wrap: Callable[[object], o
     """What msgpack would say in the words of something else, or not at all: two keys must never be one by accident."""
     with pytest.raises(UsageError, match="plain data"):
         encode_extra(None, wrap(extra))
+
+
+def test_keys_that_a_chain_has_already_are_not_made_again() -> None:
+    tokens = np.arange(96, dtype=np.int32).reshape(2, 48)
+    hasher, known, fresh = PrefixHasher(16), [], []
+    hasher.extend(known, tokens[0], b"e")
+    prefixes = [Prefix((known,), b"e"), Prefix((fresh,), b"e")]
+    hashed = []
+    make = hasher._hash.each
+    hasher._hash = BlockHash(hasher._hash.chain, lambda parents, *rest: hashed.extend(parents) or make(parents, *rest))
+    slots, columns = np.array([0, 1], np.int32), np.array([2, 0], np.int32)
+    keys = hasher.next_keys(prefixes, 0, slots, columns, tokens)
+    assert keys == [chain_of(tokens[0].tolist(), 16, b"e")[2], *chain_of(tokens[1, :16].tolist(), 16, b"e")]
+    assert hashed == [ROOT], "only the second sequence lacks its key"
+    assert (len(known), len(fresh)) == (3, 1)
